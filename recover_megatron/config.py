@@ -1,0 +1,86 @@
+"""RecoveryConfig: every setting of recovery, its default, its unit and its check, in one place.
+
+Each field with `help` metadata is also a command-line flag: `min_replicas` is
+`--recover-min-replicas` (adapters/megatron/arguments.py makes the parser group from the fields).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from recover_megatron.errors import ConfigError
+
+POLICIES = ("exact",)
+
+
+def _flag(default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True)
+class RecoveryConfig:
+    """Frozen and self-checking: an instance that exists is valid (ConfigError otherwise)."""
+
+    policy: str = _flag(
+        "exact",
+        "who computes what after a loss: 'exact' recomputes the lost replica's own samples",
+        choices=("exact", "versatile"),
+    )
+    min_replicas: int = _flag(
+        1, "fewer live replicas than this: save a checkpoint and stop with an error (needs --save)"
+    )
+    inject: str = _flag(
+        "", "faults to inject, e.g. 1.0@3:sync.2 or random:seed=1:every=5:count=2 (docs/faults.md)"
+    )
+    trace_dir: str | None = _flag(
+        None, "folder for one trace file and one log file per rank; without it no trace is kept"
+    )
+    check_replicas_interval: int = _flag(
+        0, "every N iterations compare all parameters bitwise across replicas (0: never)"
+    )
+    hang_timeout_s: float = _flag(
+        300.0,
+        "a rank whose computing makes no progress for this many seconds counts as dead (0: never)",
+        flag="--recover-hang-timeout",
+    )
+    intra_replica_dp: int = _flag(1, "data-parallel ranks inside one replica")
+    bucket_mb: float = _flag(
+        25.0, "size in MB of the pieces in which gradients are reduced across replicas"
+    )
+    # A replica dies rank by rank; shrinking while that goes on can crash survivors (ulfm.md, rule 6).
+    settle_s: float = 0.1
+    settle_limit_s: float = 10.0
+    # How often the watcher makes MPI progress and looks for failures.
+    poll_s: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(
+                f"--recover-policy {self.policy!r} is not available yet; use {', '.join(POLICIES)}"
+            )
+        for name, least in (
+            ("min_replicas", 1),
+            ("check_replicas_interval", 0),
+            ("hang_timeout_s", 0),
+            ("intra_replica_dp", 1),
+        ):
+            value = getattr(self, name)
+            if value < least:
+                flag = flag_name(name)
+                raise ConfigError(f"{flag} must be at least {least}, got {value}")
+        for name in ("bucket_mb", "settle_s", "settle_limit_s", "poll_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{flag_name(name)} must be more than 0, got {getattr(self, name)}")
+
+    @property
+    def bucket_bytes(self) -> int:
+        return max(4096, int(self.bucket_mb * 1e6))
+
+
+def flag_name(field_name: str) -> str:
+    """The command-line flag of a field of RecoveryConfig."""
+    for f in fields(RecoveryConfig):
+        if f.name == field_name and "flag" in f.metadata:
+            return str(f.metadata["flag"])
+    return "--recover-" + field_name.replace("_", "-")

@@ -1,0 +1,23 @@
+"""What can go wrong, named by who must act."""
+
+from __future__ import annotations
+
+
+class RecoveryError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(RecoveryError, ValueError):
+    """The user must act: a setting is wrong. Raised before training starts; nothing is lost."""
+
+
+class ReplicaLost(RecoveryError):
+    """A peer acted: it died or left. Expected, and always handled by the driver's repair."""
+
+
+class Unrecoverable(RecoveryError):
+    """Too few replicas are left: the job stops, with a checkpoint where one could be saved."""
+
+
+class InvariantViolation(RecoveryError):
+    """Our bug. Never caught on the way up: the rank prints it and leaves by SIGKILL."""

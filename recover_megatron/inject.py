@@ -1,0 +1,74 @@
+"""Fires the faults of this rank: real SIGKILLs and real hangs at named points of an iteration."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from recover_megatron.faults import Fault
+
+
+class Injector:
+    """The driver's and the adapter's probe (recovery.driver.Probe). Costs two attribute reads a
+    call when this rank has no fault planned."""
+
+    def __init__(self, faults: Sequence[Fault], emit: Callable[..., None]):
+        self._faults = list(faults)
+        self._emit = emit
+        self._iteration = 0
+        self._buckets = 1
+        self._entered: dict[int, float] = {}
+        self._took: dict[int, float] = {}
+        self._armed: Fault | None = None
+
+    @property
+    def planned(self) -> bool:
+        return bool(self._faults)
+
+    def plans(self, phase: str) -> bool:
+        return any(fault.phase == phase for fault in self._faults)
+
+    def begin(self, iteration: int, buckets: int) -> None:
+        """Of the iteration as the host logs it (from 1). A bucket index past the last means it."""
+        self._iteration, self._buckets = iteration, buckets
+
+    def enter(self, phase: str, index: int = 0) -> None:
+        """This rank is about to do `phase`: a fault planned for here happens now."""
+        if not self._faults:
+            return
+        self._entered[index] = time.monotonic()
+        for fault in self._faults:
+            if fault.iteration == self._iteration and fault.phase == phase:
+                if phase == "sync":
+                    if min(fault.index, self._buckets - 1) == index:
+                        self._arm(fault, index)
+                elif fault.index == index:
+                    self._fire(fault)
+
+    def leave(self, phase: str, index: int = 0) -> None:
+        """The all-reduce of bucket `index` has ended. A fault that was to strike inside strikes."""
+        if not self._faults:
+            return
+        self._took[index] = time.monotonic() - self._entered[index]
+        if self._armed is not None:
+            self._fire(self._armed)
+
+    def _arm(self, fault: Fault, index: int) -> None:
+        """Strike half-way through the coming all-reduce, judged by how long it took before."""
+        if fault.kind == "hang":
+            self._fire(fault)
+        self._armed = fault
+        delay = self._took.get(index, 0.002) / 2
+        timer = threading.Timer(delay, self._fire, (fault,))
+        timer.daemon = True
+        timer.start()
+
+    def _fire(self, fault: Fault) -> None:
+        self._emit("fault", iteration=fault.iteration, phase=fault.phase, fault=str(fault))
+        if fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:  # hang: alive, holding its place, making no progress
+            time.sleep(3600)

@@ -1,0 +1,168 @@
+"""The driver: carries out what machine.py decides, over a communicator that it is handed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from recover_megatron.errors import InvariantViolation, ReplicaLost
+from recover_megatron.recovery import machine
+from recover_megatron.recovery.snapshot import Array, Bucket
+from recover_megatron.workload.assignment import Assignment
+from recover_megatron.world import World
+
+
+class Communicator(Protocol):
+    """What the driver needs of the collectives layer (collectives/guard.py)."""
+
+    def all_reduce(self, send: Array, receive: Array, op: str = "sum") -> None: ...
+
+    def agree(self, vote: bool) -> bool: ...
+
+    def repair(self, world: World) -> World: ...
+
+
+class Work(Protocol):
+    """One iteration of the host framework, as the driver sees it."""
+
+    def compute(self, microbatches: Sequence[int]) -> None:
+        """Add these microbatches' gradient (each scaled by 1/B) to the local buckets. The first
+        call of an iteration starts from zero; no call meets any rank outside the replica."""
+
+    def buckets(self) -> Sequence[Bucket]:
+        """The same number and sizes at every live rank of the position group."""
+
+    def commit(self) -> None:
+        """Take over the reduced buckets. Called once, after the agreement."""
+
+
+class Probe(Protocol):
+    """Points at which a fault can be injected (inject.py); does nothing in production."""
+
+    def enter(self, phase: str, index: int = 0) -> None: ...
+
+    def leave(self, phase: str, index: int = 0) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one committed iteration did: for the trace and for the host's log."""
+
+    assignment: Assignment
+    world: World
+    recoveries: int
+
+
+class Driver:
+    """Owns the current world of one rank. Not thread-safe: the training thread alone uses it."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        policy: machine.Policy,
+        world: World,
+        replica_id: int,
+        probe: Probe,
+        emit: Callable[..., None],
+    ):
+        self.world = world
+        self._communicator = communicator
+        self._policy = policy
+        self._replica_id = replica_id
+        self._probe = probe
+        self._emit = emit
+        self._on_repair: list[Callable[[World], None]] = []
+
+    def on_repair(self, callback: Callable[[World], None]) -> None:
+        """`callback(new_world)` after every membership change, in order of registration."""
+        self._on_repair.append(callback)
+
+    def run_step(self, step: int, microbatches: int, work: Work) -> StepReport:
+        """Compute, reduce and commit exactly `microbatches` microbatches. Every live rank calls it.
+
+        Returns once the whole world has agreed to commit. When peers die meanwhile, it repairs,
+        takes over this replica's part of what they owed and reduces again, as often as needed;
+        when this rank's own replica loses a member, the process ends by SIGKILL (watcher.py).
+        Raises InvariantViolation for a bug, never for a lost peer.
+        """
+        recoveries = 0
+        state, actions = machine.begin(self._policy, self.world, self._replica_id, microbatches)
+        while state.phase is not machine.Phase.COMMITTED:
+            (action,) = actions
+            event = self._perform(step, state, action, work)
+            recoveries += isinstance(event, machine.Repaired)
+            state, actions = machine.handle(self._policy, state, event)
+        work.commit()
+        self._emit(
+            "committed",
+            iteration=step,
+            world_epoch=state.world.world_epoch,
+            assignment=str(state.assignment),
+            microbatches=state.assignment.committed,
+            bucket_epochs=sorted(set(state.reduced_under), key=str),
+        )
+        return StepReport(state.assignment, state.world, recoveries)
+
+    def _perform(
+        self, step: int, state: machine.State, action: machine.Action, work: Work
+    ) -> machine.Event:
+        match action:
+            case machine.Compute(ids):
+                work.compute(ids)
+                return machine.Computed(len(work.buckets()))
+            case machine.Reduce(index):
+                return self._reduce(step, index, work.buckets()[index])
+            case machine.Agree(vote):
+                self._probe.enter("commit")
+                return machine.Agreed(self._communicator.agree(vote))
+            case machine.Repair():
+                return machine.Repaired(self._repair(step))
+        raise InvariantViolation(f"no way to perform {action} in {state.phase}")
+
+    def _reduce(self, step: int, index: int, bucket: Bucket) -> machine.Event:
+        self._probe.enter("sync", index)
+        try:
+            self._communicator.all_reduce(bucket.local, bucket.reduced)
+        except ReplicaLost as lost:
+            self._emit("sync_failed", iteration=step, bucket=index, reason=str(lost))
+            return machine.ReduceFailed(index)
+        self._probe.leave("sync", index)
+        return machine.Reduced(index)
+
+    def guarded(self, what: str, operation: Callable[[], Any]) -> Any:
+        """Run a cross-replica operation outside an iteration until the whole world agrees on it.
+
+        Every live rank calls it with the same `what`. `operation` may raise ReplicaLost; it is
+        then run again in the repaired world, so it must be repeatable. Its result is returned, and
+        must not be looked at inside `operation`.
+        """
+        while True:
+            result, vote = None, True
+            try:
+                result = operation()
+            except ReplicaLost as lost:
+                self._emit("sync_failed", iteration=None, bucket=what, reason=str(lost))
+                vote = False
+            if self._communicator.agree(vote):
+                return result
+            self._repair(None)
+
+    def _repair(self, step: int | None) -> World:
+        self._probe.enter("repair")
+        started = time.time()
+        before = self.world
+        self.world = self._communicator.repair(before)
+        lost = sorted(set(before.replicas) - set(self.world.replicas))
+        self._emit(
+            "repaired",
+            iteration=step,
+            world_epoch=self.world.world_epoch,
+            replicas=list(self.world.replicas),
+            replicas_lost=lost,
+            repair_s=time.time() - started,
+        )
+        for callback in self._on_repair:
+            callback(self.world)
+        return self.world

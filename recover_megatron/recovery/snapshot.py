@@ -1,0 +1,39 @@
+"""The local gradient as snapshot: kept beside its reduction, never overwritten by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Array = Any  # numpy.ndarray, one-dimensional, contiguous, on the host
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One piece of the gradient as MPI sees it.
+
+    local:   this replica's own sum, scaled by 1/B, *not* reduced. MPI only reads it, so it is the
+             snapshot from which a failed reduction is done again, free of a copy.
+    reduced: where the reduction arrives. Garbage until the agreement has said yes.
+    """
+
+    local: Array
+    reduced: Array
+
+
+class Snapshot:
+    """Keeps the local buckets while a replica computes more microbatches into a zeroed buffer.
+
+    Needed only after a failure. Megatron's gradient buffer cannot simply be added to: scaling and
+    reduce-scatter inside the replica are applied to it in place, once per pass, so the extra
+    microbatches go into a clean buffer and the snapshot is added back (megatron-seams.md, 1.2).
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]):
+        self._kept = [bucket.local.copy() for bucket in buckets]
+
+    def add_back(self, buckets: Sequence[Bucket]) -> None:
+        """local += kept, for the same buckets in the same order."""
+        for bucket, kept in zip(buckets, self._kept, strict=True):
+            bucket.local[:] += kept

@@ -1,0 +1,1 @@
+"""Who computes which microbatch of which samples. Pure: standard library only."""

@@ -1,0 +1,79 @@
+"""An assignment: which replica computes which microbatch ids of one iteration. Data that prints.
+
+    r0: 0-3, 9
+    r2: 4-8
+
+is an assignment of ten microbatches to replicas 0 and 2; `parse(str(a)) == a`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from recover_megatron.errors import InvariantViolation
+from recover_megatron.world import World
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Microbatch ids by replica; `shares` is ascending in replica id, ids in order of computing."""
+
+    shares: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, shares: Mapping[int, Iterable[int]]) -> Assignment:
+        return cls(tuple((replica, tuple(shares[replica])) for replica in sorted(shares)))
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(replica for replica, _ in self.shares)
+
+    def share(self, replica_id: int) -> tuple[int, ...]:
+        """The ids of one replica; empty for a replica that is not in the assignment."""
+        return dict(self.shares).get(replica_id, ())
+
+    @property
+    def committed(self) -> int:
+        """How many microbatches the iteration commits if this assignment is carried out."""
+        return sum(len(ids) for _, ids in self.shares)
+
+    def __str__(self) -> str:
+        return "\n".join(f"r{replica}: {_ranges(ids)}".rstrip() for replica, ids in self.shares)
+
+
+def parse(text: str) -> Assignment:
+    """The inverse of `str(assignment)`. Raises ValueError for other text."""
+    shares: dict[int, tuple[int, ...]] = {}
+    for line in text.splitlines():
+        head, _, tail = line.partition(":")
+        if not head.startswith("r"):
+            raise ValueError(f"expected 'rN: ids', got {line!r}")
+        ids: list[int] = []
+        for part in filter(None, (p.strip() for p in tail.split(","))):
+            first, dash, last = part.partition("-")
+            ids.extend(range(int(first), int(last) + 1) if dash else [int(first)])
+        shares[int(head[1:])] = tuple(ids)
+    return Assignment.of(shares)
+
+
+def validate(assignment: Assignment, world: World, microbatches: int) -> None:
+    """Raises InvariantViolation, printing the grid, unless ids 0..microbatches-1 are each assigned
+    exactly once and only live replicas hold any (I1)."""
+    ids = sorted(i for _, share in assignment.shares for i in share)
+    dead = [r for r, share in assignment.shares if share and r not in world.replicas]
+    if ids != list(range(microbatches)) or dead:
+        raise InvariantViolation(
+            f"expected each of {microbatches} microbatches once, on live replicas "
+            f"{world.replicas} (world epoch {world.world_epoch}); got\n{assignment}"
+        )
+
+
+def _ranges(ids: tuple[int, ...]) -> str:
+    parts: list[list[int]] = []
+    for i in ids:
+        if parts and i == parts[-1][1] + 1:
+            parts[-1][1] = i
+        else:
+            parts.append([i, i])
+    return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in parts)
