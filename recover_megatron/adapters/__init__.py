@@ -1,0 +1,1 @@
+"""Translators from a host framework's buffers and schedule to the three layers' words."""

@@ -1,0 +1,220 @@
+"""Megatron's command line: the `--recover*` flags, the job's shape, and what is refused at start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, NoReturn
+
+from recover_megatron.config import RecoveryConfig, flag_name
+from recover_megatron.errors import ConfigError
+from recover_megatron.faults import parse_faults
+from recover_megatron.world import ReplicaLayout
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ConfigError instead of printing a usage page and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def add_recovery_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Append the `--recover*` group (called by Megatron's own add_megatron_arguments)."""
+    group = parser.add_argument_group("recover_megatron")
+    group.add_argument("--recover", action="store_true", help="survive the loss of model replicas")
+    for field in fields(RecoveryConfig):
+        if "help" not in field.metadata:
+            continue
+        kind = str if field.default is None else type(field.default)
+        group.add_argument(
+            flag_name(field.name),
+            dest=f"recover_{field.name}",
+            type=kind,
+            default=field.default if field.default is not MISSING else None,
+            choices=field.metadata.get("choices"),
+            help=field.metadata["help"],
+        )
+    return parser
+
+
+def recovery_config(args: argparse.Namespace) -> RecoveryConfig:
+    """Raises ConfigError if a value is out of range."""
+    values = {
+        field.name: getattr(args, f"recover_{field.name}")
+        for field in fields(RecoveryConfig)
+        if "help" in field.metadata
+    }
+    return RecoveryConfig(**values)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the command line says of the job, read before Megatron or MPI is started."""
+
+    config: RecoveryConfig
+    ranks_per_replica: int
+    global_batch_size: int
+    micro_batch_size: int
+
+    @property
+    def microbatches(self) -> int:
+        """B: what every iteration commits, counted per replica."""
+        return self.global_batch_size // self.samples_per_microbatch
+
+    @property
+    def samples_per_microbatch(self) -> int:
+        return self.micro_batch_size * self.config.intra_replica_dp
+
+    def layout(self, ranks: int) -> ReplicaLayout:
+        """Raises ConfigError unless `ranks` are whole replicas, each with work to do."""
+        if ranks % self.ranks_per_replica:
+            raise ConfigError(
+                f"{ranks} ranks are not a whole number of replicas of {self.ranks_per_replica} ranks "
+                "(tensor x pipeline x context parallel x --recover-intra-replica-dp); "
+                f"start a multiple of {self.ranks_per_replica}"
+            )
+        layout = ReplicaLayout(ranks // self.ranks_per_replica, self.ranks_per_replica)
+        if self.microbatches < layout.replicas:
+            raise ConfigError(
+                f"{self.microbatches} microbatches an iteration (--global-batch-size "
+                f"{self.global_batch_size} / {self.samples_per_microbatch} samples) are fewer than "
+                f"{layout.replicas} replicas; raise --global-batch-size or start fewer replicas"
+            )
+        if self.config.min_replicas > layout.replicas:
+            raise ConfigError(
+                f"--recover-min-replicas {self.config.min_replicas} is more than the "
+                f"{layout.replicas} replicas of this job"
+            )
+        parse_faults(self.config.inject, layout)
+        return layout
+
+
+def wants_recovery(argv: Sequence[str]) -> bool:
+    return "--recover" in argv
+
+
+def read_job(argv: Sequence[str]) -> Job:
+    """The job of a Megatron command line (without the script's name).
+
+    Raises ConfigError for whatever is wrong before anything is started; flags that are not ours to
+    judge are left to Megatron's parser.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_recovery_arguments(parser)
+    for flag in ("tensor-model", "pipeline-model", "context"):
+        parser.add_argument(f"--{flag}-parallel-size", type=int, default=1)
+    parser.add_argument("--global-batch-size", type=int)
+    parser.add_argument("--micro-batch-size", type=int)
+    parser.add_argument("--num-distributed-optimizer-instances", type=int, default=1)
+    parser.add_argument("--use-distributed-optimizer", action="store_true")
+    parser.add_argument("--data-path", nargs="*", default=[])
+    parser.add_argument("--rampup-batch-size", nargs="*")
+    parser.add_argument("--save")
+    args, _ = parser.parse_known_args(list(argv))
+    config = recovery_config(args)
+    _check_optimizer(args, config)
+    _check_data(args.data_path)
+    for name in ("micro_batch_size", "global_batch_size"):
+        if getattr(args, name) is None or getattr(args, name) < 1:
+            raise ConfigError(
+                f"--recover needs --{name.replace('_', '-')} with a value of at least 1: the batch "
+                "must not depend on how many replicas are alive"
+            )
+    job = Job(
+        config,
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+        * config.intra_replica_dp,
+        args.global_batch_size,
+        args.micro_batch_size,
+    )
+    if args.global_batch_size % job.samples_per_microbatch:
+        raise ConfigError(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of "
+            f"{job.samples_per_microbatch} (--micro-batch-size {args.micro_batch_size} x "
+            f"--recover-intra-replica-dp {config.intra_replica_dp})"
+        )
+    if args.rampup_batch_size:
+        raise ConfigError("--rampup-batch-size is not supported with --recover yet")
+    if config.min_replicas > 1 and not args.save:
+        raise ConfigError(
+            "--recover-min-replicas stops the job with a checkpoint, so it needs --save FOLDER"
+        )
+    return job
+
+
+def _check_optimizer(args: argparse.Namespace, config: RecoveryConfig) -> None:
+    shared = args.num_distributed_optimizer_instances > 1
+    alone = args.use_distributed_optimizer and config.intra_replica_dp == 1
+    if shared or alone:
+        raise ConfigError(
+            "the distributed optimizer must not be spread across replicas, since a replica has to "
+            "hold its whole optimizer state to be able to lose the others; drop "
+            + (
+                "--num-distributed-optimizer-instances"
+                if shared
+                else "--use-distributed-optimizer, or give each replica data-parallel ranks of its "
+                "own with --recover-intra-replica-dp N"
+            )
+        )
+
+
+def _check_data(data_path: Sequence[str]) -> None:
+    for prefix in data_path:
+        if "://" in prefix or _is_number(prefix):
+            continue
+        for suffix in (".bin", ".idx"):
+            path = prefix + suffix
+            if not os.path.isfile(path):
+                raise ConfigError(
+                    f"--data-path {prefix}: there is no file {path}; make it with "
+                    "`recover-megatron prepare-data`"
+                )
+            if os.path.getsize(path) == 0:
+                raise ConfigError(f"--data-path {prefix}: the file {path} is empty")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+# What would silently diverge or hang: (attribute of Megatron's args, allowed values, reason).
+# megatron-seams.md, section 1.3. An attribute that this Megatron does not have is not set either.
+_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("dataloader_type", ("single", None), "samples must be a function of iteration and microbatch"),
+    ("virtual_pipeline_model_parallel_size", (None,), "interleaved quotas are not padded yet"),
+    ("qk_clip", (False,), "it edits weights by a maximum taken inside one replica"),
+    ("moe_router_enable_expert_bias", (False,), "the bias would follow one replica's tokens"),
+    ("use_torch_fsdp2", (False,), "it does not use Megatron's gradient buffers"),
+    ("use_megatron_fsdp", (False,), "it does not use Megatron's gradient buffers"),
+    ("data_parallel_random_init", (False,), "all replicas must start from the same weights"),
+    ("phase_transition_iterations", (None, []), "samples of a phase do not count from its start"),
+    ("hybrid_context_parallel", (False,), "it regroups samples across the batch"),
+    ("inprocess_restart", (False,), "two things would restart the job"),
+    ("enable_ft_package", (False,), "two things would restart the job"),
+    ("exit_signal_handler", (False,), "replicas would leave at different iterations"),
+    ("exit_duration_in_mins", (None,), "replicas would leave at different iterations"),
+    ("yaml_cfg", (None,), "the job's shape is read from the command line"),
+    ("reuse_grad_buf_for_mxfp8_param_ag", (False,), "parameters share the gradient buffer"),
+    ("save_wgrads_interval", (None,), "gradients are not there where it looks for them"),
+)
+
+
+def refuse_unsupported(args: argparse.Namespace) -> None:
+    """Raises ConfigError, after Megatron's own validation, for what --recover cannot do right."""
+    for name, allowed, reason in _UNSUPPORTED:
+        value = getattr(args, name, allowed[0])
+        if value not in allowed:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {value} is not supported with --recover: {reason}")
+    scope = [str(s) for s in getattr(args, "cuda_graph_scope", None) or []]
+    if any("full_iteration" in s for s in scope):
+        raise ConfigError("--cuda-graph-scope full_iteration would freeze the recovery hooks")

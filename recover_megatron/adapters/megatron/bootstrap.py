@@ -1,0 +1,160 @@
+"""Runs a Megatron training script unchanged, with or without recovery (`python -m recover_megatron`).
+
+    python -m recover_megatron pretrain_gpt.py <Megatron flags> --recover ...
+
+Without `--recover` the script runs as if started by python itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import traceback
+from collections.abc import MutableMapping, Sequence
+from typing import Any, NoReturn
+
+from recover_megatron import mark_started
+from recover_megatron.adapters.megatron.arguments import wants_recovery
+from recover_megatron.adapters.megatron.session import (
+    EXIT_CONFIG,
+    EXIT_UNRECOVERABLE,
+    Session,
+    start,
+)
+from recover_megatron.errors import ConfigError, Unrecoverable
+
+PLATFORM_FLAG = "--recover-platform"
+
+
+def main(argv: Sequence[str], namespace: MutableMapping[str, Any]) -> None:
+    """`argv` is the script and its flags; `namespace` the dict of the __main__ module to run it in.
+
+    It must be a package's `__main__`: processes that multiprocessing spawns (Megatron's checkpoint
+    writer does) skip such a main module, and would otherwise run the whole script again.
+    """
+    try:
+        script, flags, platform = split_arguments(argv)
+    except ConfigError as error:
+        sys.exit(f"recover: error: {error}")
+    mark_started()
+    sys.argv = [script, *flags]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    if not wants_recovery(flags):
+        _platform(script, platform)
+        _run(script, namespace)
+        return
+    session = None
+    try:
+        session = start(flags)
+        _platform(script, platform)
+        from recover_megatron.adapters.megatron.hooks import Hooks
+
+        Hooks(session, _host(script)).install()
+        _run(script, namespace)
+    except SystemExit as leaving:
+        finish(session, leaving.code)
+    except ConfigError as error:
+        _say(f"error: {error}", session)
+        finish(session, EXIT_CONFIG)
+    except Unrecoverable as error:
+        _say(f"stopped: {error}", session)
+        finish(session, EXIT_UNRECOVERABLE)
+    except BaseException as error:
+        die(session, error)
+    finish(session, 0)
+
+
+def die(session: Session | None, error: BaseException) -> NoReturn:
+    """The end of a broken rank: say why, then SIGKILL, the one exit that peers notice."""
+    traceback.print_exception(error, file=sys.stderr)
+    sys.stderr.flush()
+    if session is not None:
+        session.trace.emit("died", reason=f"{type(error).__name__}: {error}")
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def finish(session: Session | None, code: Any) -> NoReturn:
+    """End with `code`, which may be anything that sys.exit takes."""
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    number = code if isinstance(code, int) else int(code is not None)
+    if session is None:
+        sys.exit(number)
+    session.finish(number)
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[str, list[str], str]:
+    """Script, its flags and the platform, whose flag may stand anywhere and is taken out."""
+    rest, platform = list(argv), "cuda"
+    if PLATFORM_FLAG in rest:
+        at = rest.index(PLATFORM_FLAG)
+        platform = rest[at + 1] if at + 1 < len(rest) else ""
+        del rest[at : at + 2]
+    if platform not in ("cuda", "cpu"):
+        raise ConfigError(f"{PLATFORM_FLAG} must be cuda or cpu, got {platform!r}")
+    if not rest or not os.path.isfile(rest[0]):
+        found = rest[0] if rest else "nothing"
+        raise ConfigError(f"expected a training script such as pretrain_gpt.py, got {found}")
+    return rest[0], rest[1:], platform
+
+
+def _is_ours(script: str) -> bool:
+    ours = importlib.util.find_spec("recover_megatron.pretrain")
+    return ours is not None and ours.origin is not None and os.path.samefile(script, ours.origin)
+
+
+def _platform(script: str, platform: str) -> None:
+    if platform == "cpu":
+        from recover_megatron.adapters.megatron import cpu
+
+        cpu.install_torch()
+        cpu.install_core()
+        if not _is_ours(script):
+            _import_training(script)
+            cpu.install_training()
+
+
+def _import_training(script: str) -> Any:
+    try:
+        return importlib.import_module("megatron.training.training")
+    except ModuleNotFoundError as error:
+        if error.name not in ("megatron", "megatron.training"):
+            raise
+        raise ConfigError(
+            f"{script} needs megatron.training, which is not on the import path; run it from a "
+            "Megatron-LM checkout or set PYTHONPATH to one"
+        ) from None
+
+
+def _host(script: str) -> Any:
+    from recover_megatron.adapters.megatron.hooks import Host
+
+    if _is_ours(script):
+        ours = importlib.import_module("recover_megatron.pretrain")
+        return Host(ours, ours, (ours,))
+    training = _import_training(script)
+    arguments = importlib.import_module("megatron.training.arguments")
+    initialize = importlib.import_module("megatron.training.initialize")
+    holders = tuple(m for m in (arguments, initialize) if hasattr(m, "validate_args"))
+    return Host(training, arguments, holders)
+
+
+def _run(script: str, namespace: MutableMapping[str, Any]) -> None:
+    namespace["__file__"] = script
+    with open(script) as source:
+        code = compile(source.read(), script, "exec")
+    exec(code, namespace)
+
+
+def _say(message: str, session: Session | None) -> None:
+    """One line from one rank of the job."""
+    if session is None:
+        speaks = os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"
+    else:
+        speaks = session.leading and session.position == 0
+    if speaks:
+        print(f"recover: {message}", file=sys.stderr, flush=True)

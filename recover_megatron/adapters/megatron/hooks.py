@@ -1,0 +1,302 @@
+"""The hooks in Megatron's training loop: every name that is replaced, in one table.
+
+`Host` names the modules that hold them: Megatron-LM's own `megatron.training`, or
+`recover_megatron.pretrain`, whose functions bear the same names. Hook letters as in
+`design/megatron-seams.md`, section 1.1.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from recover_megatron.adapters.megatron.arguments import add_recovery_arguments, refuse_unsupported
+from recover_megatron.adapters.megatron.data import MicrobatchFeed
+from recover_megatron.adapters.megatron.gradients import GradientBuckets
+from recover_megatron.adapters.megatron.iteration import Iteration
+from recover_megatron.adapters.megatron.replicas import check_replicas
+from recover_megatron.adapters.megatron.session import Session
+from recover_megatron.errors import ConfigError, InvariantViolation, Unrecoverable
+from recover_megatron.recovery.driver import StepReport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The modules whose global names are hooked. `validators` all hold a name `validate_args`."""
+
+    training: ModuleType
+    arguments: ModuleType
+    validators: tuple[ModuleType, ...]
+
+
+class Hooks:
+    """Holds what the hooks share. `install` replaces the names, `uninstall` restores them."""
+
+    def __init__(self, session: Session, host: Host):
+        self._session = session
+        self._host = host
+        self._stock: dict[tuple[ModuleType, str], Any] = {}
+        self._args: Any = None
+        self._feed = MicrobatchFeed()
+        self._gradients: GradientBuckets | None = None
+        self._microbatches: int | None = None  # B while training, None in evaluation
+        self._captured: dict[str, Any] = {}  # what the schedule passed to finalize_model_grads
+        self._forwards = self._backwards = 0
+
+    def install(self) -> None:
+        import megatron.core.pipeline_parallel.schedules as schedules
+
+        training = self._host.training
+        replace = self._replace
+        replace(training, "get_forward_backward_func", self._get_forward_backward_func)  # A
+        replace(training, "finalize_model_grads", self._finalize_model_grads)  # B
+        replace(schedules, "forward_step_calc_loss", self._forward_step_calc_loss)  # C
+        replace(training, "build_pretraining_data_loader", self._build_data_loader)  # D
+        replace(training, "build_train_valid_test_data_loaders", self._build_data_loaders)
+        replace(training, "save_checkpoint", self._save_checkpoint)  # E
+        replace(training, "checkpoint_and_decide_exit", self._checkpoint_and_decide_exit)
+        replace(self._host.arguments, "add_megatron_arguments", self._add_arguments)  # F
+        for module in self._host.validators:
+            replace(module, "validate_args", self._validate_args)
+        if self._session.injector.plans("backward"):
+            replace(schedules, "backward_step", self._backward_step)
+        if self._session.injector.plans("optimizer"):
+            self._watch_optimizer()
+
+    def uninstall(self) -> None:
+        for (module, name), stock in self._stock.items():
+            setattr(module, name, stock)
+        self._stock.clear()
+
+    def _replace(self, module: ModuleType, name: str, hook: Callable[..., Any]) -> None:
+        stock = getattr(module, name, None)
+        if stock is None:
+            raise ConfigError(
+                f"{module.__name__} has no {name}: this version of Megatron is not supported"
+            )
+        self._stock[module, name] = stock
+        bound = functools.partial(hook, stock)
+        setattr(module, name, functools.update_wrapper(bound, stock))
+
+    # --- F: arguments --------------------------------------------------------------------------
+
+    def _add_arguments(self, stock: Callable[..., Any], parser: Any) -> Any:
+        return add_recovery_arguments(stock(parser))
+
+    def _validate_args(self, stock: Callable[..., Any], args: Any, *rest: Any, **more: Any) -> Any:
+        result = stock(args, *rest, **more)
+        self._args = args if result is None else result
+        refuse_unsupported(self._args)
+        if getattr(self._args, "rerun_mode", "disabled") != "disabled":
+            # Its decision to repeat a step is one replica's: the others would wait for it.
+            if self._session.leading and self._session.position == 0:
+                logger.warning("--rerun-mode %s is set to disabled", self._args.rerun_mode)
+            self._args.rerun_mode = "disabled"
+        return result
+
+    # --- D: data -------------------------------------------------------------------------------
+
+    def _build_data_loader(self, stock: Callable[..., Any], dataset: Any, consumed: int) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.datasets.utils import Split
+
+        split = getattr(dataset, "index_split", getattr(dataset, "split", None))
+        if dataset is None or split != Split.train:
+            return stock(dataset, consumed)
+        dp = (
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        )
+        return self._feed.loader(dataset, self._args.micro_batch_size, dp)
+
+    def _build_data_loaders(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """The leader first: every replica's rank 0 would write the same index cache files."""
+        driver, built = self._session.driver, None
+        for turn in ("leader", "others"):
+            if built is None and (self._session.leading or turn == "others"):
+                built = (stock(*args, **more),)
+            driver.guarded("build data loaders", lambda: None)
+        if built is None:
+            raise InvariantViolation("no data loader was built")
+        return built[0]
+
+    # --- A, B, C: the iteration ----------------------------------------------------------------
+
+    def _get_forward_backward_func(
+        self, stock: Callable[..., Any], *args: Any, **more: Any
+    ) -> Callable[..., Any]:
+        schedule = stock(*args, **more)
+
+        @functools.wraps(schedule)
+        def forward_backward(**call: Any) -> Any:
+            if call.get("forward_only"):
+                return schedule(**call)
+            return self._train_iteration(schedule, call)
+
+        return forward_backward
+
+    def _train_iteration(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
+        session = self._session
+        model = call["model"] if isinstance(call["model"], list) else [call["model"]]
+        if self._gradients is None:
+            self._gradients = GradientBuckets(model, session.config.bucket_bytes)
+        self._microbatches = call["num_microbatches"]
+        self._forwards = self._backwards = 0
+        number = self._args.curr_iteration + 1  # as Megatron logs it
+        session.injector.begin(number, len(self._gradients.buckets))
+        passes = functools.partial(self._run_schedule, schedule, call, model, number)
+        work = Iteration(model, self._gradients, self._microbatches, passes)
+        if session.console is not None:
+            session.console.mark()
+        report = session.driver.run_step(number, self._microbatches, work)
+        self._finish_gradients(model, work)
+        self._microbatches = None
+        losses = work.losses()
+        self._trace(number, report, losses)
+        return losses
+
+    def _run_schedule(
+        self,
+        schedule: Callable[..., Any],
+        call: dict[str, Any],
+        model: list[Any],
+        number: int,
+        microbatches: Sequence[int],
+    ) -> tuple[list[dict[str, torch.Tensor]], float]:
+        """One pass of the stock schedule over these ids; timers run in the first pass only."""
+        from megatron.core.utils import get_model_config
+
+        session, config = self._session, get_model_config(model[0])
+        timers, extra = config.timers, bool(self._captured)
+        self._feed.supply(microbatches, self._args.consumed_train_samples)
+        session.watcher.beat()
+        if extra:
+            config.timers = None  # a timer asserts when it is started twice in an iteration
+        try:
+            losses = schedule(**{**call, "num_microbatches": len(microbatches)})
+        finally:
+            config.timers = timers
+        session.watcher.rest()
+        session.trace.emit(
+            "computed",
+            iteration=number,
+            world_epoch=session.driver.world.world_epoch,
+            microbatches=list(microbatches),
+            samples=[self._feed.fetched.get(i) for i in microbatches],
+        )
+        tokens = self._captured.get("num_tokens")
+        return losses, 0.0 if tokens is None else float(tokens)
+
+    def _finalize_model_grads(
+        self, stock: Callable[..., Any], model: Any, num_tokens: Any = None, *args: Any, **more: Any
+    ) -> None:
+        """Called by the schedule at its end. Only noted: what follows must wait for the commit."""
+        self._captured = {"num_tokens": num_tokens, "args": args, "more": more}
+
+    def _finish_gradients(self, model: list[Any], work: Iteration) -> None:
+        """The rest of stock finalize_model_grads, on the committed gradient: all but the grad sync
+        (done) and with the whole job's number of tokens."""
+        stock = self._stock[self._host.training, "finalize_model_grads"]
+        num_tokens = self._captured["num_tokens"]
+        if num_tokens is not None:
+            num_tokens = torch.full_like(num_tokens, work.tokens)
+        for chunk in model:
+            chunk.finish_grad_sync = lambda *args, **more: None
+        try:
+            stock(model, num_tokens, *self._captured["args"], **self._captured["more"])
+        finally:
+            for chunk in model:
+                del chunk.finish_grad_sync
+        self._captured = {}
+
+    def _forward_step_calc_loss(
+        self, stock: Callable[..., Any], *args: Any, **more: Any
+    ) -> Any:
+        """Every loss is scaled by the constant B, whatever number this replica computes."""
+        if self._microbatches is None:
+            return stock(*args, **more)
+        session = self._session
+        session.watcher.beat()
+        session.injector.enter("forward", self._forwards)
+        self._forwards += 1
+        bound = inspect.signature(stock).bind(*args, **more)
+        bound.arguments["num_microbatches"] = self._microbatches
+        return stock(*bound.args, **bound.kwargs)
+
+    def _backward_step(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        self._session.injector.enter("backward", self._backwards)
+        self._backwards += 1
+        return stock(*args, **more)
+
+    def _watch_optimizer(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        def inside_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._session.injector.enter("optimizer")
+
+        register_optimizer_step_pre_hook(inside_step)
+
+    def _trace(self, number: int, report: StepReport, losses: list[dict[str, Any]]) -> None:
+        if losses:
+            values = {
+                key: float(v[0] / v[1]) if v.numel() == 2 else float(v)
+                for key, v in losses[0].items()
+            }
+            self._session.trace.emit("loss", iteration=number, losses=values)
+
+    # --- E: checkpoints and the end --------------------------------------------------------------
+
+    def _save_checkpoint(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """A replica holds everything, so the lowest live one saves the whole checkpoint alone. The
+        others go on; their next reduction waits for it."""
+        if self._session.leading:
+            return stock(*args, **more)
+        return None
+
+    def _checkpoint_and_decide_exit(
+        self, stock: Callable[..., Any], *args: Any, **more: Any
+    ) -> Any:
+        session, config = self._session, self._session.config
+        bound = inspect.signature(stock).bind(*args, **more).arguments
+        iteration, model = bound["iteration"], bound["model"]
+        last = iteration == self._args.train_iters
+        interval = config.check_replicas_interval
+        if interval and (last or iteration % interval == 0):
+            mine = check_replicas(
+                session.driver,
+                session.communicator,
+                session.layout,
+                session.replica_id,
+                model,
+                iteration,
+            )
+            session.trace.emit("parameters", iteration=iteration, fingerprint=f"{mine:014x}")
+        live = session.driver.world.replicas
+        if len(live) < config.min_replicas:
+            self._save_before_stop(bound)
+            raise Unrecoverable(
+                f"{len(live)} replicas are left after iteration {iteration}, fewer than "
+                f"--recover-min-replicas {config.min_replicas}; a checkpoint of iteration "
+                f"{iteration} is in {self._args.save}"
+            )
+        return stock(*args, **more)
+
+    def _save_before_stop(self, bound: dict[str, Any]) -> None:
+        self._host.training.save_checkpoint_and_time(
+            bound["iteration"],
+            bound["model"],
+            bound["optimizer"],
+            bound["opt_param_scheduler"],
+            bound["num_floating_point_operations_so_far"],
+            bound["checkpointing_context"],
+            train_data_iterator=bound["train_data_iterator"],
+        )

@@ -1,0 +1,68 @@
+"""Are the parameters of all live replicas bitwise equal, position by position (I2)?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from recover_megatron.errors import Unrecoverable
+from recover_megatron.recovery.driver import Communicator, Driver
+from recover_megatron.world import ReplicaLayout
+
+
+def fingerprint(model: Sequence[Any]) -> int:
+    """56 bits of a BLAKE2b hash over the bytes of this rank's parameters, in order of definition."""
+    digest = hashlib.blake2b(digest_size=7)
+    for chunk in model:
+        for parameter in chunk.parameters():
+            data = parameter.detach().cpu().contiguous().view(torch.uint8)
+            digest.update(data.numpy().data)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def odd_replicas(prints: dict[int, int]) -> list[int]:
+    """The replicas whose fingerprint is not the most frequent one (ties: the lowest replica's)."""
+    count = Counter(prints.values())
+    most = max(count.values())
+    usual = next(p for _, p in sorted(prints.items()) if count[p] == most)
+    return sorted(replica for replica, p in prints.items() if p != usual)
+
+
+def check_replicas(
+    driver: Driver,
+    communicator: Communicator,
+    layout: ReplicaLayout,
+    replica_id: int,
+    model: Sequence[Any],
+    iteration: int,
+) -> int:
+    """Compare fingerprints within this rank's position group; every live rank calls it.
+
+    Returns this rank's fingerprint. Raises Unrecoverable naming the odd replica, at every rank of
+    the job, whatever position differs. A replica that dies meanwhile is repaired like anywhere.
+    """
+    mine = fingerprint(model)
+    everyone = np.zeros(layout.replicas, dtype=np.int64)
+
+    def exchange() -> None:
+        own = np.zeros(layout.replicas, dtype=np.int64)
+        own[replica_id] = mine
+        communicator.all_reduce(own, everyone)
+
+    driver.guarded("check replicas", exchange)
+    odd = torch.zeros(layout.replicas, dtype=torch.int32, device=torch.cuda.current_device())
+    odd[odd_replicas({r: int(everyone[r]) for r in driver.world.replicas})] = 1
+    # Every replica holds every position, so this tells all ranks of the job the same.
+    torch.distributed.all_reduce(odd, op=torch.distributed.ReduceOp.MAX)
+    named = odd.nonzero().view(-1).tolist()
+    if named:
+        raise Unrecoverable(
+            f"after iteration {iteration} the parameters of replica {', '.join(map(str, named))} "
+            f"differ from those of the other replicas of {driver.world.replicas}"
+        )
+    return mine

@@ -1,0 +1,214 @@
+"""One rank's recovery session: MPI up, replica known, watcher running; and the way out."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from recover_megatron.adapters.megatron.arguments import Job, read_job
+from recover_megatron.collectives.guard import GuardedCommunicator
+from recover_megatron.collectives.watcher import Watcher
+from recover_megatron.config import RecoveryConfig
+from recover_megatron.console import Console
+from recover_megatron.errors import ConfigError
+from recover_megatron.faults import parse_faults
+from recover_megatron.inject import Injector
+from recover_megatron.recovery.driver import Driver
+from recover_megatron.trace import Trace
+from recover_megatron.workload.policy import ExactPolicy
+from recover_megatron.world import ReplicaLayout, World
+
+EXIT_CONFIG = 2
+EXIT_UNRECOVERABLE = 3
+
+
+@dataclass
+class Session:
+    """What the hooks need. One per process, made by `start`."""
+
+    config: RecoveryConfig
+    layout: ReplicaLayout
+    replica_id: int
+    position: int
+    communicator: GuardedCommunicator
+    driver: Driver
+    watcher: Watcher
+    injector: Injector
+    trace: Trace
+    console: Console | None
+    store: Any = None  # position 0 keeps the replica's TCPStore server alive
+
+    @property
+    def leading(self) -> bool:
+        """True at every rank of the lowest live replica."""
+        return self.driver.world.leader == self.replica_id
+
+    def finish(self, code: int) -> NoReturn:
+        """The orderly end of a rank whose whole world ends: all live ranks call it.
+
+        Not MPI_Finalize (it hangs after failures): two agreements, then `os._exit(code)`. Between
+        them the watcher stops, so that no rank takes a mate's exit for a death. The leader writes
+        the exit code into the run folder: mpirun's own is 0 even if every rank was killed.
+        """
+        self.watcher.rest()
+        self.driver.guarded("end", lambda: None)
+        self.trace.emit("finished", code=code, replicas=list(self.driver.world.replicas))
+        if self.leading and self.position == 0 and self.config.trace_dir:
+            write_exit_code(self.config.trace_dir, code)
+        self.watcher.stop()
+        if self.console is not None:
+            self.console.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.communicator.agree(True)
+        os._exit(code)
+
+
+def start(argv: Sequence[str]) -> Session:
+    """Start MPI, find this rank's replica and give it a torch.distributed world of its own.
+
+    Every rank of the job calls it, before torch is imported, so that the watcher makes MPI progress
+    from the beginning. Sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so that
+    Megatron believes it runs alone. Raises ConfigError before MPI is started where it can.
+    """
+    job = read_job(argv)
+    _check_mpirun()
+    layout = job.layout(int(os.environ["OMPI_COMM_WORLD_SIZE"]))
+    from recover_megatron.collectives.ulfm import UlfmTransport  # starts MPI
+
+    transport = UlfmTransport()
+    rank = transport.rank
+    replica_id, position = layout.replica_of(rank), layout.position_of(rank)
+    config = job.config
+    trace = Trace(config.trace_dir, replica_id, position)
+    watcher = Watcher(
+        transport,
+        frozenset(layout.ranks_of(replica_id)) - {rank},
+        config.poll_s,
+        config.hang_timeout_s,
+        lambda ranks: trace.emit("peer_failed", ranks=ranks),
+    )
+    watcher.start()
+    transport.before_death = lambda reason: trace.emit("died", reason=reason)
+    transport.split(position)
+    console = Console(config.trace_dir, replica_id, position) if config.trace_dir else None
+    store = _own_torch_world(transport, layout, replica_id, position)
+    session = _assemble(job, layout, transport, trace, watcher, console)
+    session.store = store
+    trace.emit("started", host=socket.gethostname(), pid=os.getpid(), ranks=layout.ranks)
+    return session
+
+
+def write_exit_code(directory: str, code: int) -> None:
+    """Atomically, so that the launcher never reads half of it."""
+    path = Path(directory) / "exit_code"
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(f"{code}\n")
+    partial.replace(path)
+
+
+def _check_mpirun() -> None:
+    if "OMPI_COMM_WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            "--recover needs one MPI rank per device, but this process was not started by Open MPI's "
+            "mpirun; start it with `recover-megatron launch -- SCRIPT FLAGS`"
+        )
+    if os.environ.get("OMPI_MCA_mpi_ft_enable") != "1":
+        raise ConfigError(
+            "fault tolerance (ULFM) is not switched on in this MPI job; start it with "
+            "`mpirun --with-ft ulfm ...`, or let `recover-megatron launch` build the line"
+        )
+
+
+def _assemble(
+    job: Job,
+    layout: ReplicaLayout,
+    transport: Any,
+    trace: Trace,
+    watcher: Watcher,
+    console: Console | None,
+) -> Session:
+    config, rank = job.config, transport.rank
+    replica_id, position = layout.replica_of(rank), layout.position_of(rank)
+    mine = [
+        fault
+        for fault in parse_faults(config.inject, layout)
+        if (fault.replica, fault.position) == (replica_id, position)
+    ]
+    injector = Injector(mine, trace.emit)
+    communicator = GuardedCommunicator(
+        transport, layout, rank, config.settle_s, config.settle_limit_s
+    )
+    driver = Driver(
+        communicator, ExactPolicy(), World.initial(layout), replica_id, injector, trace.emit
+    )
+    session = Session(
+        config,
+        layout,
+        replica_id,
+        position,
+        communicator,
+        driver,
+        watcher,
+        injector,
+        trace,
+        console,
+    )
+    _lead_on_takeover(session)
+    return session
+
+
+def _lead_on_takeover(session: Session) -> None:
+    def lead(world: World) -> None:
+        if session.console is not None and world.leader == session.replica_id:
+            session.console.lead()
+
+    lead(session.driver.world)
+    session.driver.on_repair(lead)
+
+
+def _own_torch_world(
+    transport: Any, layout: ReplicaLayout, replica_id: int, position: int
+) -> object | None:
+    """Environment for `init_process_group("env://")` inside this replica. Returns the store's
+    server, which position 0 must keep.
+
+    The server listens on a port that the kernel chose and that is never free again in between, and
+    on the loopback interface if the whole replica is on one host.
+    """
+    mates = layout.ranks_of(replica_id)
+    hosts = transport.share(socket.gethostname().encode(), mates)
+    one_host = len(set(hosts)) == 1
+    address = "127.0.0.1" if one_host else socket.gethostbyname(hosts[0].decode())
+    listener, port = None, b""
+    if position == 0:
+        listener = socket.create_server((address, 0), backlog=1024)
+        port = str(listener.getsockname()[1]).encode()
+    port = transport.share(port, mates)[0]
+    os.environ.update(
+        RANK=str(position),
+        WORLD_SIZE=str(layout.ranks_per_replica),
+        LOCAL_RANK=os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
+        LOCAL_WORLD_SIZE=os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"),
+        MASTER_ADDR=address,
+        MASTER_PORT=port.decode(),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # all ranks are clients of the server made here
+    )
+    if one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if listener is None:
+        return None
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )

@@ -1,0 +1,36 @@
+"""The `recover-megatron` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from recover_megatron.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code; a ConfigError is one sentence on stderr and code 2."""
+    from recover_megatron.tools import compare, doctor, launch, prepare_data
+
+    parser = argparse.ArgumentParser(prog="recover-megatron", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module, summary in (
+        ("launch", launch, "start a training job under mpirun"),
+        ("doctor", doctor, "check this machine by really killing a process in a small job"),
+        ("prepare-data", prepare_data, "text to Megatron's .bin/.idx"),
+        ("compare", compare, "compare a run with failures to a run without"),
+    ):
+        sub = commands.add_parser(name, help=summary, description=module.__doc__)
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        print(f"recover-megatron {args.command}: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

