@@ -23,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         sub = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_arguments(sub)
-        sub.set_defaults(run=module.run)
+        sub.set_defaults(entry=module.run)
     args = parser.parse_args(argv)
     try:
-        return int(args.run(args))
+        return int(args.entry(args))
     except ConfigError as error:
         print(f"recover-megatron {args.command}: error: {error}", file=sys.stderr)
         return 2

@@ -29,8 +29,8 @@ MPI_SETTINGS = (
     ("coll", "^han"),
     ("mpi_yield_when_idle", "1"),
     ("mpi_ft_detector", "1"),
-    ("mpi_ft_detector_period", "1"),
-    ("mpi_ft_detector_timeout", "10"),
+    ("mpi_ft_detector_period", "2"),
+    ("mpi_ft_detector_timeout", "20"),
     ("mpi_ft_propagator_with_rbcast", "1"),
 )
 
