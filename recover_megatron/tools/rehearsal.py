@@ -1,0 +1,146 @@
+"""The small CPU job that the demo, the stress test and the test suite share.
+
+A LLaMA-style GPT of a few hundred thousand parameters on the text of Python's standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+from recover_megatron.tools import prepare_data
+
+SCRIPT = str(Path(__file__).resolve().parent.parent / "pretrain.py")
+MEGATRON_LM_PATH = "MEGATRON_LM_PATH"
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The job's shape and size; `flags` and the two command lines follow from it."""
+
+    data_prefix: str
+    iterations: int
+    global_batch_size: int
+    tp: int = 1
+    pp: int = 1
+    hidden_size: int = 64
+    seq_length: int = 64
+    layers: int = 2
+    script: str = SCRIPT
+    extra: tuple[str, ...] = ()
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def tokens_per_iteration(self) -> int:
+        return self.global_batch_size * self.seq_length
+
+    @property
+    def flags(self) -> list[str]:
+        """Megatron's own names, understood by pretrain_gpt.py and pretrain.py alike."""
+        values = {
+            "num-layers": self.layers,
+            "hidden-size": self.hidden_size,
+            "ffn-hidden-size": 3 * self.hidden_size,
+            "num-attention-heads": 4,
+            "seq-length": self.seq_length,
+            "max-position-embeddings": self.seq_length,
+            "normalization": "RMSNorm",
+            "position-embedding-type": "rope",
+            "attention-dropout": 0,
+            "hidden-dropout": 0,
+            "transformer-impl": "local",
+            "tensor-model-parallel-size": self.tp,
+            "pipeline-model-parallel-size": self.pp,
+            "distributed-backend": "gloo",
+            "micro-batch-size": 1,
+            "global-batch-size": self.global_batch_size,
+            "train-iters": self.iterations,
+            "lr": 1e-3,
+            "min-lr": 1e-4,
+            "lr-decay-style": "cosine",
+            "lr-warmup-iters": 2,
+            "clip-grad": 1.0,
+            "weight-decay": 0.1,
+            "log-interval": 1,
+            "eval-interval": 1000,
+            "eval-iters": 0,
+            "num-workers": 0,
+            "split": "98,1,1",
+            "seed": 1234,
+            "tokenizer-type": "NullTokenizer",
+            "vocab-size": prepare_data.BYTE_VOCAB,
+            "make-vocab-size-divisible-by": 64,
+            "data-path": self.data_prefix,
+        }
+        switches = (
+            "swiglu untie-embeddings-and-output-weights disable-bias-linear "
+            "no-gradient-accumulation-fusion no-masked-softmax-fusion no-persist-layer-norm "
+            "no-rope-fusion no-bias-swiglu-fusion no-bias-dropout-fusion"
+        ).split()
+        words = [word for name, v in values.items() for word in (f"--{name}", str(v))]
+        return [*words, *(f"--{s}" for s in switches), "--recover-platform", "cpu", *self.extra]
+
+    def plain(self, data_parallel: int = 1) -> list[str]:
+        """Plain Megatron data parallelism over gloo, without recovery."""
+        ranks = self.ranks_per_replica * data_parallel
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launcher = [*torchrun, "--nproc-per-node", str(ranks), "-m", "recover_megatron"]
+        return [*launcher, self.script, *self.flags]
+
+    def recover(self, replicas: int, run_dir: str | Path, *flags: str) -> list[str]:
+        command = [sys.executable, "-m", "recover_megatron.tools.cli", "launch"]
+        recovery = ["--recover", "--recover-trace-dir", str(run_dir), *flags]
+        return [*command, "--replicas", str(replicas), "--", self.script, *self.flags, *recovery]
+
+
+def environment() -> dict[str, str]:
+    """For many ranks on few cores, and quiet about GPU packages that are not there."""
+    quiet = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {**os.environ, **quiet}
+
+
+def run_job(
+    command: Sequence[str],
+    log: Path,
+    on_line: Callable[[str], None] = lambda line: None,
+    cwd: str | None = None,
+) -> int:
+    """Run to the end, its output into `log` and line by line to `on_line`; the exit code."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        log.open("w") as copy,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment(),
+            cwd=cwd,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            copy.write(line)
+            copy.flush()
+            on_line(line)
+    return process.returncode
+
+
+def corpus(folder: Path) -> str:
+    """The prefix of the standard library's text as an indexed dataset; made if it is not there."""
+    prefix = folder / "stdlib"
+    if not prefix.with_suffix(".idx").is_file():
+        command = [sys.executable, "-m", "recover_megatron.tools.cli", "prepare-data"]
+        arguments = [prepare_data.STDLIB, "--output-prefix", str(prefix)]
+        with redirect_stdout(sys.stderr):
+            subprocess.run([*command, *arguments], check=True, env=environment())
+    return str(prefix)

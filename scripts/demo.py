@@ -1,0 +1,160 @@
+"""The demo, run by scripts/demo.sh: does the loss curve survive the loss of half the replicas?
+
+1. trains without failures: plain Megatron (one replica's worth of ranks), and four replicas with
+   --recover;
+2. trains again while two of the four replicas are killed, one in the middle of an all-reduce and
+   one in its backward pass;
+3. measures what --recover costs without failures, in alternation with plain data parallelism;
+4. compares, prints a table, and writes summary.json and report.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from recover_megatron.tools import compare
+from recover_megatron.tools.rehearsal import Rehearsal, corpus, run_job
+from recover_megatron.tools.run_record import RunRecord
+from rich.console import Console
+from rich.table import Table
+
+ITERATION = re.compile(r"iteration\s+(\d+)/.*?lm loss: (\S+)")
+LIMIT = 1e-5  # largest accepted difference of the loss
+
+
+class Demo:
+    def __init__(self, out: Path, console: Console):
+        self.out = out
+        self.console = console
+        self.started = time.monotonic()
+
+    def run(self, name: str, command: list[str], iterations: int) -> None:
+        """One job with its progress line; a failed job ends the demo."""
+        log = self.out / f"{name}.log"
+        with self.console.status(f"{name}: starting") as status:
+
+            def progress(line: str) -> None:
+                if match := ITERATION.search(line):
+                    text = f"{name}: iteration {match[1]}/{iterations}, loss {float(match[2]):.4f}"
+                    status.update(text)
+                    if not self.console.is_terminal and int(match[1]) % 5 == 0:
+                        print(f"[{self.seconds:4.0f} s] {text}", flush=True)
+
+            code = run_job(command, log, progress)
+        if code:
+            tail = "\n".join(log.read_text().splitlines()[-15:])
+            sys.exit(f"demo: {name} ended with exit code {code}; the end of {log}:\n{tail}")
+        self.say(f"{name}: done")
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def say(self, text: str) -> None:
+        self.console.print(f"[{self.seconds:4.0f} s] {text}", markup=False, highlight=False)
+
+
+def step_time_ratio(demo: Demo, job: Rehearsal) -> float:
+    """Median step with --recover and no failure / plain Megatron data parallelism over gloo, same
+    job, two replicas, in alternation; the first two steps of each run warm up."""
+    steps: dict[str, list[float]] = {"plain": [], "recover": []}
+    for turn in range(3):
+        for kind in ("plain", "recover"):
+            name = f"step-time-{kind}-{turn}"
+            command = job.plain(2) if kind == "plain" else job.recover(2, demo.out / name)
+            demo.run(name, command, job.iterations)
+            log = compare.read_log(demo.out / f"{name}.log")
+            steps[kind] += [s for i, s in log.step_s.items() if i > 2]
+    return median(steps["recover"]) / median(steps["plain"])
+
+
+def table(summary: dict[str, Any], console: Console) -> None:
+    grid = Table(title="with failures, against the run without", show_header=False)
+    wanted = (
+        "iterations replicas_start replicas_end microbatches_per_iteration samples_identical "
+        "max_abs_loss_difference max_abs_loss_difference_to_plain parameters_bitwise_equal "
+        "tokens_per_s step_time_ratio seconds"
+    ).split()
+    for name in wanted:
+        value = summary.get(name)
+        if value is not None:
+            grid.add_row(
+                name.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value)
+            )
+    console.print(grid)
+    recoveries = Table(title="recoveries (seconds)")
+    columns = "iteration phase replicas_lost detect_s repair_s redo_s reassigned_microbatches".split()
+    for column in columns:
+        recoveries.add_column(column.replace("_", " "))
+    for recovery in summary["recoveries"]:
+        cells = (recovery[c] for c in columns)
+        recoveries.add_row(*(f"{c:.3f}" if isinstance(c, float) else str(c) for c in cells))
+    console.print(recoveries)
+
+
+def passed(summary: dict[str, Any]) -> bool:
+    differences = [
+        summary["max_abs_loss_difference"],
+        summary.get("max_abs_loss_difference_to_plain", 0.0),
+    ]
+    return bool(
+        summary["samples_identical"]
+        and summary["parameters_bitwise_equal"]
+        and max(differences) <= LIMIT
+        and set(summary["committed_microbatches"]) == {summary["microbatches_per_iteration"]}
+        and not any(r["live_microbatches_recomputed"] for r in summary["recoveries"])
+        and summary["replicas_end"] == summary["replicas_start"] - len(summary["recoveries"])
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="two replicas, one kill, 90 seconds")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"))
+    args = parser.parse_args()
+    demo = Demo(args.out, Console())
+    prefix = corpus(Path("runs/data"))
+    demo.say("text prepared")
+    if args.quick:
+        job = Rehearsal(prefix, 10, 8, tp=2, pp=2)
+        replicas, faults = 2, "1.2@4:sync.1"
+    else:
+        job = Rehearsal(prefix, 24, 16, tp=2, pp=2, hidden_size=128, seq_length=128, layers=4)
+        replicas, faults = 4, "1.3@8:sync.2,0.1@16:backward.1"
+    options = ("--recover-bucket-mb", "0.1", "--recover-check-replicas-interval", "5")
+    for name, inject in (("without-failures", ""), ("with-failures", faults)):
+        for old in (args.out / name).glob("*"):
+            old.unlink()
+        injected = ("--recover-inject", inject) if inject else ()
+        command = job.recover(replicas, args.out / name, *options, *injected)
+        demo.run(name, command, job.iterations)
+    record, reference = RunRecord(args.out / "with-failures"), RunRecord(args.out / "without-failures")
+    tokens = job.tokens_per_iteration
+    summary = compare.summarize(record, reference.losses, reference, tokens)
+    summary["violations"] = record.violations(job.iterations, job.global_batch_size)
+    losses = reference.losses
+    if not args.quick:
+        demo.run("plain", job.plain(), job.iterations)
+        losses = compare.read_log(args.out / "plain.log").losses
+        summary["max_abs_loss_difference_to_plain"] = compare.max_difference(record.losses, losses)
+        summary["step_time_ratio"] = step_time_ratio(demo, replace(job, iterations=14, tp=1))
+    summary["seconds"] = round(demo.seconds)
+    compare.plot(record, losses, tokens, args.out / "report.png")
+    compare.write_summary(summary, args.out)
+    table(summary, demo.console)
+    good = passed(summary) and not summary["violations"]
+    for violation in summary["violations"]:
+        demo.say(violation)
+    demo.say(f"{'PASSED' if good else 'FAILED'}: {args.out}/report.png, {args.out}/summary.json")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
