@@ -16,7 +16,7 @@ _MARK = "RECOVER_MEGATRON_STARTED"
 
 
 def install() -> None:
-    """Call at the very top of a training script: `import recover_megatron; recover_megatron.install()`.
+    """Call as `recover_megatron.install()` in a training script's first lines, before all imports.
 
     With `--recover` (or `--recover-platform`) on the command line, this process starts over as
     `python -m recover_megatron SCRIPT FLAGS`, before anything else was imported; there the call
@@ -30,9 +30,9 @@ def install() -> None:
     if before_script[-1:] == ["-m"]:
         before_script.pop()
     command = [sys.executable, *before_script, "-m", "recover_megatron", *sys.argv]
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, command)  # noqa: S606  no shell is wanted
 
 
 def mark_started() -> None:
-    """This process runs the script under `python -m recover_megatron`: install() has no more to do."""
+    """`python -m recover_megatron` runs the script in this process: install() has no more to do."""
     os.environ[_MARK] = str(os.getpid())

@@ -48,7 +48,7 @@ class RecoveryConfig:
     bucket_mb: float = _flag(
         25.0, "size in MB of the pieces in which gradients are reduced across replicas"
     )
-    # A replica dies rank by rank; shrinking while that goes on can crash survivors (ulfm.md, rule 6).
+    # A replica dies rank by rank; shrinking meanwhile can crash survivors (ulfm.md, rule 6).
     settle_s: float = 0.1
     settle_limit_s: float = 10.0
     # How often the watcher makes MPI progress and looks for failures.
@@ -71,7 +71,9 @@ class RecoveryConfig:
                 raise ConfigError(f"{flag} must be at least {least}, got {value}")
         for name in ("bucket_mb", "settle_s", "settle_limit_s", "poll_s"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"{flag_name(name)} must be more than 0, got {getattr(self, name)}")
+                raise ConfigError(
+                    f"{flag_name(name)} must be more than 0, got {getattr(self, name)}"
+                )
 
     @property
     def bucket_bytes(self) -> int:

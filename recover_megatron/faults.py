@@ -6,11 +6,12 @@
     PHASE  = forward | backward | sync | commit | optimizer | repair
 
 `2.0@7:sync.3` kills position 0 of replica 2 in iteration 7 (as Megatron logs it, from 1) in the
-middle of the all-reduce of bucket 3; `forward.1` and `backward.1` mean that rank's second microbatch
-of the iteration; `commit` is just before the agreement, `optimizer` inside `optimizer.step()`,
-`repair` when the rank starts to repair the loss of another replica. `random:seed=1:every=5:count=4`
-loses one replica in each of the first four intervals of five iterations, the iteration inside the
-interval, replica, position, phase and index drawn from the seed (the paper's schedule, section 5).
+middle of the all-reduce of bucket 3; `forward.1` and `backward.1` mean that rank's second
+microbatch of the iteration; `commit` is just before the agreement, `optimizer` inside
+`optimizer.step()`, `repair` when the rank starts to repair the loss of another replica.
+`random:seed=1:every=5:count=4` loses one replica in each of the first four intervals of five
+iterations, the iteration inside the interval, replica, position, phase and index drawn from the
+seed (the paper's schedule, section 5).
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def parse_faults(spec: str, layout: ReplicaLayout) -> tuple[Fault, ...]:
     """
     faults: list[Fault] = []
     for item in filter(None, (part.strip() for part in spec.split(","))):
-        faults.extend(_random(item, layout) if item.startswith("random:") else _single(item, layout))
+        faults.extend(
+            _random(item, layout) if item.startswith("random:") else _single(item, layout)
+        )
     lost = {fault.replica for fault in faults}
     if len(lost) >= layout.replicas:
         raise ConfigError(
@@ -98,7 +101,7 @@ def _single(item: str, layout: ReplicaLayout) -> Iterator[Fault]:
 
 def _random(item: str, layout: ReplicaLayout) -> Iterator[Fault]:
     fields = {"every": 5, "seed": 0, "count": 1}
-    phases = RANDOM_PHASES
+    phases: tuple[str, ...] = RANDOM_PHASES
     for field in item.split(":")[1:]:
         name, equals, value = field.partition("=")
         if name == "phase":

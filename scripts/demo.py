@@ -19,11 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from recover_megatron.tools import compare
 from recover_megatron.tools.rehearsal import Rehearsal, corpus, run_job
 from recover_megatron.tools.run_record import RunRecord
-from rich.console import Console
-from rich.table import Table
 
 ITERATION = re.compile(r"iteration\s+(\d+)/.*?lm loss: (\S+)")
 LIMIT = 1e-5  # largest accepted difference of the loss
@@ -90,7 +91,9 @@ def table(summary: dict[str, Any], console: Console) -> None:
             )
     console.print(grid)
     recoveries = Table(title="recoveries (seconds)")
-    columns = "iteration phase replicas_lost detect_s repair_s redo_s reassigned_microbatches".split()
+    columns = (
+        "iteration phase replicas_lost detect_s repair_s redo_s reassigned_microbatches".split()
+    )
     for column in columns:
         recoveries.add_column(column.replace("_", " "))
     for recovery in summary["recoveries"]:
@@ -135,7 +138,10 @@ def main() -> int:
         injected = ("--recover-inject", inject) if inject else ()
         command = job.recover(replicas, args.out / name, *options, *injected)
         demo.run(name, command, job.iterations)
-    record, reference = RunRecord(args.out / "with-failures"), RunRecord(args.out / "without-failures")
+    record, reference = (
+        RunRecord(args.out / "with-failures"),
+        RunRecord(args.out / "without-failures"),
+    )
     tokens = job.tokens_per_iteration
     summary = compare.summarize(record, reference.losses, reference, tokens)
     summary["violations"] = record.violations(job.iterations, job.global_batch_size)

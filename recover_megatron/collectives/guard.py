@@ -26,6 +26,13 @@ class GuardedCommunicator:
         self._settle_s = settle_s
         self._settle_limit_s = settle_limit_s
 
+    def begin(self, world: World) -> World:
+        """Build the first position groups; every rank calls it once. Returns the world to start
+        with: a smaller one if a rank died meanwhile."""
+        if self._transport.agree(self._split()):
+            return world
+        return self.repair(world)
+
     def all_reduce(self, send: Array, receive: Array, op: str = "sum") -> None:
         """Over the position group. Raises ReplicaLost, after revoking so that no peer waits on in
         a collective that cannot end. The result counts only after `agree` returned True."""

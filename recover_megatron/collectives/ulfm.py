@@ -48,7 +48,7 @@ class UlfmTransport:
         self.rank: int = MPI.COMM_WORLD.Get_rank()
         self.size: int = MPI.COMM_WORLD.Get_size()
         self._watched = MPI.COMM_WORLD.Dup()
-        self._world = MPI.COMM_WORLD.Dup()
+        self._world: MPI.Comm = MPI.COMM_WORLD.Dup()
         self._group: MPI.Comm = MPI.COMM_NULL
         self._initial = self._watched.Get_group()
         self.before_death: Callable[[str], None] = lambda reason: None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +17,9 @@ class Watcher:
       the training thread computes (ulfm.md, rule 4).
     * When a mate of this rank's replica has died, it ends this process: the rest of a replica has
       no use, and its peers must not wait for it. No NCCL or gloo time-out is waited for.
-    * While `computing()` is in force, a training thread that gives no `beat()` for `hang_timeout_s`
-      counts as hung: its stack is printed and the process ended. Waiting for peers is not computing.
+    * From a `beat()` to the next `rest()` the training thread computes. If no further beat comes
+      for `hang_timeout_s` it counts as hung: its stack is printed and the process ended. Waiting
+      for peers is not computing.
     """
 
     def __init__(
@@ -72,5 +72,5 @@ class Watcher:
         if beat is None or not self._hang_timeout_s:
             return
         if time.monotonic() - beat > self._hang_timeout_s:
-            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+            faulthandler.dump_traceback(all_threads=True)
             self._transport.die(f"no progress for {self._hang_timeout_s:g} s while computing")

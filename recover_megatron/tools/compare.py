@@ -130,7 +130,9 @@ def plot(
     import matplotlib.pyplot as plt
 
     iterations = sorted(record.losses)
-    figure, panels = plt.subplots(4, 1, figsize=(8, 10), sharex=True, height_ratios=(3, 1.4, 1, 1.4))
+    figure, panels = plt.subplots(
+        4, 1, figsize=(8, 10), sharex=True, height_ratios=(3, 1.4, 1, 1.4)
+    )
     loss, difference, live, rate = panels
     loss.plot(sorted(reference), [reference[i] for i in sorted(reference)], "k-", lw=3, alpha=0.3)
     loss.plot(iterations, [record.losses[i] for i in iterations], "C0-", lw=1.2)
@@ -166,6 +168,7 @@ def plot(
             va="top",
             fontsize=8,
             color="C1",
+            bbox={"fc": "white", "ec": "none", "alpha": 0.8, "pad": 1},
         )
     figure.align_ylabels()
     figure.tight_layout()

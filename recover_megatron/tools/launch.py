@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replicas", type=int, help="default: as many as this machine's GPUs allow"
     )
     parser.add_argument("--hostfile", help="Open MPI hostfile; default: this machine")
-    parser.add_argument("--dry-run", action="store_true", help="print the mpirun line, start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the mpirun line, start nothing"
+    )
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="-- SCRIPT FLAGS", help="what to run"
     )
@@ -117,8 +119,8 @@ def _replicas_for_gpus(job: Job) -> int:
     gpus = torch.cuda.device_count()
     if gpus < job.ranks_per_replica:
         raise ConfigError(
-            f"this machine has {gpus} GPUs, fewer than one replica's {job.ranks_per_replica} ranks; "
-            "say how many replicas to start with --replicas R"
+            f"this machine has {gpus} GPUs, fewer than one replica's {job.ranks_per_replica} "
+            "ranks; say how many replicas to start with --replicas R"
         )
     return gpus // job.ranks_per_replica
 

@@ -10,6 +10,7 @@ import argparse
 import gzip
 import json
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -126,17 +127,17 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _lines(file: Path, field: str) -> Iterator[str]:
-    opened = gzip.open(file, "rt") if file.suffix == ".gz" else open(file)
-    with opened as lines:
-        number = 0
-        try:
-            for number, line in enumerate(lines, 1):
+    number = 0
+    try:
+        with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as lines:
+            for line in lines:
+                number += 1
                 if line.strip():
                     yield json.loads(line)[field]
-        except (EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file}: broken after line {number} ({error})") from None
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{file}, line {number}: expected a JSON object with the field {field!r} "
-                f"({type(error).__name__}: {error})"
-            ) from None
+    except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: broken after line {number} ({error})") from None
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{file}, line {number}: expected a JSON object with the field {field!r} "
+            f"({type(error).__name__}: {error})"
+        ) from None

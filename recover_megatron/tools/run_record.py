@@ -61,7 +61,7 @@ class RunRecord:
 
     @cached_property
     def losses(self) -> dict[int, float]:
-        """"lm loss" by iteration; every live replica traced the same number."""
+        """ "lm loss" by iteration; every live replica traced the same number."""
         return {e["iteration"]: e["losses"]["lm loss"] for e in self.of("loss")}
 
     @cached_property
@@ -136,7 +136,7 @@ class RunRecord:
         )
 
     def _recomputed(self, iteration: int | None) -> int:
-        """Microbatches of an iteration that were computed again although a live replica held them."""
+        """Microbatches of an iteration computed again although a live replica held them."""
         if iteration is None or iteration not in self.commits:
             return 0
         live = self.assignment(iteration).replicas
@@ -147,7 +147,7 @@ class RunRecord:
         return sum(n - 1 for n in times.values())
 
     def violations(self, iterations: int, microbatches: int) -> list[str]:
-        """What of the design's invariants I1 to I4 and I7 this run broke, in words; empty if none."""
+        """Which of the design's invariants I1 to I5 this run broke, in words; empty if none."""
         broken: list[str] = []
         if sorted(self.commits) != list(range(1, iterations + 1)):
             broken.append(f"I4: committed iterations {sorted(self.commits)}, not 1..{iterations}")

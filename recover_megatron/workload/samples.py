@@ -4,7 +4,11 @@ from __future__ import annotations
 
 
 def sample_ids(
-    consumed_samples: int, microbatch: int, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1
+    consumed_samples: int,
+    microbatch: int,
+    micro_batch_size: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
 ) -> range:
     """Dataset indices of microbatch `microbatch` of the iteration that starts after
     `consumed_samples` samples.

@@ -1,4 +1,4 @@
-"""Megatron's command line: the `--recover*` flags, the job's shape, and what is refused at start."""
+"""Megatron's command line: the `--recover*` flags, the job's shape, what is refused at start."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Job:
         """Raises ConfigError unless `ranks` are whole replicas, each with work to do."""
         if ranks % self.ranks_per_replica:
             raise ConfigError(
-                f"{ranks} ranks are not a whole number of replicas of {self.ranks_per_replica} ranks "
-                "(tensor x pipeline x context parallel x --recover-intra-replica-dp); "
+                f"{ranks} ranks are not a whole number of replicas of {self.ranks_per_replica} "
+                "ranks (tensor x pipeline x context parallel x --recover-intra-replica-dp); "
                 f"start a multiple of {self.ranks_per_replica}"
             )
         layout = ReplicaLayout(ranks // self.ranks_per_replica, self.ranks_per_replica)

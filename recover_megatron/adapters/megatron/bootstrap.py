@@ -1,4 +1,4 @@
-"""Runs a Megatron training script unchanged, with or without recovery (`python -m recover_megatron`).
+"""Runs a Megatron training script unchanged, with or without recovery.
 
     python -m recover_megatron pretrain_gpt.py <Megatron flags> --recover ...
 
@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from recover_megatron import mark_started
@@ -29,7 +29,7 @@ from recover_megatron.errors import ConfigError, Unrecoverable
 PLATFORM_FLAG = "--recover-platform"
 
 
-def main(argv: Sequence[str], namespace: MutableMapping[str, Any]) -> None:
+def main(argv: Sequence[str], namespace: dict[str, Any]) -> None:
     """`argv` is the script and its flags; `namespace` the dict of the __main__ module to run it in.
 
     It must be a package's `__main__`: processes that multiprocessing spawns (Megatron's checkpoint
@@ -143,7 +143,7 @@ def _host(script: str) -> Any:
     return Host(training, arguments, holders)
 
 
-def _run(script: str, namespace: MutableMapping[str, Any]) -> None:
+def _run(script: str, namespace: dict[str, Any]) -> None:
     namespace["__file__"] = script
     with open(script) as source:
         code = compile(source.read(), script, "exec")

@@ -1,4 +1,4 @@
-"""The training data, by microbatch id: the next id comes from the assignment, not from a counter."""
+"""The training data by microbatch id: the next id comes from the assignment, not a counter."""
 
 from __future__ import annotations
 

@@ -218,9 +218,7 @@ class Hooks:
                 del chunk.finish_grad_sync
         self._captured = {}
 
-    def _forward_step_calc_loss(
-        self, stock: Callable[..., Any], *args: Any, **more: Any
-    ) -> Any:
+    def _forward_step_calc_loss(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Every loss is scaled by the constant B, whatever number this replica computes."""
         if self._microbatches is None:
             return stock(*args, **more)

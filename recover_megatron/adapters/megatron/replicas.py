@@ -16,7 +16,7 @@ from recover_megatron.world import ReplicaLayout
 
 
 def fingerprint(model: Sequence[Any]) -> int:
-    """56 bits of a BLAKE2b hash over the bytes of this rank's parameters, in order of definition."""
+    """56 bits of a BLAKE2b hash over the bytes of this rank's parameters, in definition order."""
     digest = hashlib.blake2b(digest_size=7)
     for chunk in model:
         for parameter in chunk.parameters():

@@ -95,7 +95,6 @@ def start(argv: Sequence[str]) -> Session:
     )
     watcher.start()
     transport.before_death = lambda reason: trace.emit("died", reason=reason)
-    transport.split(position)
     console = Console(config.trace_dir, replica_id, position) if config.trace_dir else None
     store = _own_torch_world(transport, layout, replica_id, position)
     session = _assemble(job, layout, transport, trace, watcher, console)
@@ -115,10 +114,10 @@ def write_exit_code(directory: str, code: int) -> None:
 def _check_mpirun() -> None:
     if "OMPI_COMM_WORLD_SIZE" not in os.environ:
         raise ConfigError(
-            "--recover needs one MPI rank per device, but this process was not started by Open MPI's "
-            "mpirun; start it with `recover-megatron launch -- SCRIPT FLAGS`"
+            "--recover needs one MPI rank per device, but this process was not started by Open "
+            "MPI's mpirun; start it with `recover-megatron launch -- SCRIPT FLAGS`"
         )
-    if os.environ.get("OMPI_MCA_mpi_ft_enable") != "1":
+    if os.environ.get("OMPI_MCA_mpi_ft_enable") != "1":  # noqa: SIM112  Open MPI's spelling
         raise ConfigError(
             "fault tolerance (ULFM) is not switched on in this MPI job; start it with "
             "`mpirun --with-ft ulfm ...`, or let `recover-megatron launch` build the line"
@@ -144,9 +143,8 @@ def _assemble(
     communicator = GuardedCommunicator(
         transport, layout, rank, config.settle_s, config.settle_limit_s
     )
-    driver = Driver(
-        communicator, ExactPolicy(), World.initial(layout), replica_id, injector, trace.emit
-    )
+    world = communicator.begin(World.initial(layout))
+    driver = Driver(communicator, ExactPolicy(), world, replica_id, injector, trace.emit)
     session = Session(
         config,
         layout,
@@ -203,9 +201,9 @@ def _own_torch_world(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if listener is None:
         return None
-    from torch.distributed import TCPStore
+    import torch.distributed
 
-    return TCPStore(
+    return torch.distributed.TCPStore(  # type: ignore[attr-defined]
         address,
         listener.getsockname()[1],
         is_master=True,

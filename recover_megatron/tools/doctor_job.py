@@ -1,0 +1,54 @@
+"""Three ranks, each a replica; rank 1 dies in an all-reduce, the others repair and reduce again.
+
+Run by `recover-megatron doctor` under mpirun.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+from recover_megatron.collectives.guard import GuardedCommunicator
+from recover_megatron.collectives.ulfm import UlfmTransport
+from recover_megatron.collectives.watcher import Watcher
+from recover_megatron.errors import ReplicaLost
+from recover_megatron.world import ReplicaLayout, World
+
+
+def main() -> int:
+    transport = UlfmTransport()
+    layout = ReplicaLayout(transport.size, 1)
+    watcher = Watcher(transport, frozenset(), 0.02, 0.0, lambda ranks: None)
+    watcher.start()
+    transport.split(0)
+    communicator = GuardedCommunicator(transport, layout, transport.rank, 0.1, 10.0)
+    ones, total = np.ones(1 << 20, dtype=np.float32), np.empty(1 << 20, dtype=np.float32)
+    if transport.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started, world = time.monotonic(), World.initial(layout)
+    while True:
+        vote = True
+        try:
+            communicator.all_reduce(ones, total)
+        except ReplicaLost:
+            vote = False
+        if communicator.agree(vote):
+            break
+        world = communicator.repair(world)
+    took = time.monotonic() - started
+    right = world.replicas == (0, 2) and bool((total == 2).all())
+    watcher.stop()
+    if right:
+        print(f"survivor {transport.rank} went on after {took:.2f} s", flush=True)
+    communicator.agree(True)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,202 @@
+"""Bad input gets one clear sentence and a code that is not 0, before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recover_megatron.adapters.megatron.arguments import (
+    add_recovery_arguments,
+    read_job,
+    recovery_config,
+    refuse_unsupported,
+)
+from recover_megatron.config import RecoveryConfig, flag_name
+from recover_megatron.errors import ConfigError
+from recover_megatron.tools import cli, launch
+from recover_megatron.tools.rehearsal import SCRIPT
+
+FLAGS = "--recover --micro-batch-size 1 --global-batch-size 12".split()
+
+
+def error_of(argv, capsys) -> str:
+    assert cli.main(argv) == 2
+    return capsys.readouterr().err.strip()
+
+
+def launching(*flags, replicas=2):
+    job = [SCRIPT, *FLAGS, *flags]
+    return ["launch", "--replicas", str(replicas), "--dry-run", "--", *job]
+
+
+def test_dry_run_prints_the_mpirun_line(capsys):
+    flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size=2"]
+    assert cli.main(launching(*flags, replicas=3)) == 0
+    line, comment = capsys.readouterr().out.strip().splitlines()
+    words = shlex.split(line)
+    assert words[words.index("-n") + 1] == "12"
+    for setting in (
+        "--with-ft ulfm",
+        "--mca pml ob1",
+        "--mca coll ^han",
+        "--mca mpi_ft_detector 1",
+    ):
+        assert setting in " ".join(words)
+    assert "thread" not in line  # mpi_ft_detector_thread crashes Open MPI 5.0.11
+    assert "3 replicas x 4 ranks; B = 12 microbatches of 1 samples" in comment
+
+
+def test_ranks_per_replica_follow_from_all_parallel_sizes():
+    sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3"
+    sizes += " --context-parallel-size 2 --recover-intra-replica-dp 2"
+    job = read_job([*FLAGS, *sizes.split()])
+    assert (job.ranks_per_replica, job.microbatches) == (24, 6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--recover-policy", "versatile"], "--recover-policy 'versatile' is not available yet"),
+        (["--recover-policy", "lucky"], "invalid choice: 'lucky'"),
+        (["--recover-min-replicas", "0"], "--recover-min-replicas must be at least 1, got 0"),
+        (["--recover-min-replicas", "9", "--save", "x"], "more than the 2 replicas"),
+        (["--recover-min-replicas", "2"], "needs --save"),
+        (["--recover-hang-timeout", "soon"], "invalid float value: 'soon'"),
+        (["--recover-hang-timeout", "-1"], "--recover-hang-timeout must be at least 0"),
+        (["--recover-bucket-mb", "0"], "--recover-bucket-mb must be more than 0"),
+        (["--recover-inject", "5.0@1:sync"], "replica 5 is not in 0..1"),
+        (["--micro-batch-size", "5"], "12 is not a multiple of 5"),
+        (["--global-batch-size", "1"], "fewer than 2 replicas"),
+        (["--use-distributed-optimizer"], "must not be spread across replicas"),
+        (["--num-distributed-optimizer-instances", "2"], "must not be spread across replicas"),
+        (["--rampup-batch-size", "4", "4", "100"], "--rampup-batch-size is not supported"),
+        (["--data-path", "/nowhere/text"], "there is no file /nowhere/text.bin"),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(flags, sentence, capsys):
+    error = error_of(launching(*flags), capsys)
+    assert sentence in error
+    assert len(error.splitlines()) == 1
+
+
+def test_an_empty_corpus_is_named(tmp_path, capsys):
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"text{suffix}").touch()
+    error = error_of(launching("--data-path", str(tmp_path / "text")), capsys)
+    assert "text.bin is empty" in error
+
+
+def test_weights_in_a_data_path_are_not_files(tmp_path):
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"text{suffix}").write_text("x")
+    assert read_job([*FLAGS, "--data-path", "0.3", str(tmp_path / "text")]).microbatches == 12
+
+
+def test_a_missing_script_missing_recover_and_a_missing_batch_are_named(capsys):
+    assert "nowhere.py" in error_of(["launch", "--", "nowhere.py", "--recover"], capsys)
+    assert "--recover is not among" in error_of(["launch", "--", SCRIPT], capsys)
+    only = ["launch", "--replicas", "2", "--", SCRIPT, "--recover", "--micro-batch-size", "1"]
+    assert "needs --global-batch-size" in error_of(only, capsys)
+
+
+def test_a_missing_mpirun_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    monkeypatch.setattr(launch.sys, "executable", "/nowhere/python")
+    assert "mpirun is missing; install it with `pip install" in error_of(launching(), capsys)
+
+
+def test_ranks_that_are_no_whole_replicas_are_refused():
+    with pytest.raises(ConfigError, match="7 ranks are not a whole number of replicas of 2"):
+        read_job([*FLAGS, "--tensor-model-parallel-size", "2"]).layout(7)
+
+
+def test_without_mpirun_recover_says_how_to_start(env):
+    command = [sys.executable, "-m", "recover_megatron", SCRIPT, *FLAGS]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 2
+    assert "was not started by Open MPI's mpirun" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.mpi
+def test_mpirun_without_ulfm_says_what_to_add(env):
+    mpirun = [launch.find_mpirun(), "--oversubscribe", "-n", "2"]
+    if os.geteuid() == 0:
+        mpirun.append("--allow-run-as-root")
+    command = [*mpirun, sys.executable, "-m", "recover_megatron", SCRIPT, *FLAGS]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("fault tolerance (ULFM) is not switched on") == 1
+
+
+def test_every_flag_of_the_config_is_parsed_into_it():
+    parser = add_recovery_arguments(argparse.ArgumentParser())
+    words = "--recover --recover-min-replicas 2 --recover-hang-timeout 7 --recover-trace-dir t"
+    config = recovery_config(parser.parse_args(words.split()))
+    assert config == RecoveryConfig(min_replicas=2, hang_timeout_s=7.0, trace_dir="t")
+    assert flag_name("hang_timeout_s") == "--recover-hang-timeout"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("dataloader_type", "cyclic"), ("qk_clip", True), ("virtual_pipeline_model_parallel_size", 2)],
+)
+def test_what_would_diverge_is_refused_with_its_reason(setting, value):
+    with pytest.raises(ConfigError, match=setting.replace("_", "-")):
+        refuse_unsupported(argparse.Namespace(**{setting: value}))
+    refuse_unsupported(argparse.Namespace())
+
+
+def test_without_recover_the_script_runs_as_it_is(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nprint(sys.argv[1:], 'torch' in sys.modules, __name__)\nsys.exit(5)"
+    )
+    command = [sys.executable, "-m", "recover_megatron", str(script), "--flag"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (5, "['--flag'] False __main__\n")
+
+
+def test_install_starts_the_script_over_under_the_package(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import recover_megatron; recover_megatron.install()\n"
+        "import sys; print('started', sys.argv[1:], 'torch' in sys.modules)"
+    )
+    asked = [sys.executable, str(script), "--recover-platform", "cpu"]
+    done = subprocess.run([*asked, "--x"], capture_output=True, text=True)
+    assert "started" in done.stdout or "megatron.training" in done.stderr
+    plain = subprocess.run([sys.executable, str(script), "--x"], capture_output=True, text=True)
+    assert plain.stdout == "started ['--x'] False\n"
+
+
+def test_the_launcher_hands_on_signals_and_the_exit_code(tmp_path):
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *a: sys.exit(9))\n"
+        "print('ready', flush=True)\ntime.sleep(60)"
+    )
+    parent = (
+        "import sys; from recover_megatron.tools.launch import _run_passing_signals as r\n"
+        f"sys.exit(r([sys.executable, '-c', {code!r}]))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 9
+
+
+def test_a_job_in_which_nobody_reached_the_end_is_a_failure(tmp_path: Path, capsys):
+    assert launch._exit_code(0, tmp_path / "exit_code") == 1
+    assert "no replica reached its end" in capsys.readouterr().err
+    (tmp_path / "exit_code").write_text("3\n")
+    assert launch._exit_code(0, tmp_path / "exit_code") == 3
