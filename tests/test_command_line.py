@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from recover_megatron.adapters.megatron.arguments import (
     add_recovery_arguments,
     read_job,

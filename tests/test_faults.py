@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from recover_megatron.errors import ConfigError
 from recover_megatron.faults import PHASES, Fault, parse_faults
 from recover_megatron.inject import Injector

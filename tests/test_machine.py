@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+
 from recover_megatron.errors import InvariantViolation
 from recover_megatron.recovery.machine import (
     Agree,

@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+
 from recover_megatron.tools import cli
 
 

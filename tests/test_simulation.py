@@ -1,4 +1,4 @@
-"""The production machine, policy, driver and guard over the scripted transport: seeded schedules."""
+"""The production machine, policy, driver and guard over the scripted transport, seeded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+
 from recover_megatron.collectives.guard import GuardedCommunicator
 from recover_megatron.collectives.scripted import Death, ScriptedJob, ScriptedTransport
 from recover_megatron.inject import Injector
@@ -19,7 +20,7 @@ STEPS, MICROBATCHES, BUCKETS = 2, 7, 2
 
 
 class CountingWork:
-    """Its gradient counts, by microbatch id, how often each was computed: a right commit is all 1."""
+    """Its gradient counts by microbatch id how often each was computed: a right commit is all 1."""
 
     def __init__(self, log: list[np.ndarray]):
         self._buckets = [

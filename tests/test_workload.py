@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from recover_megatron.errors import InvariantViolation
 from recover_megatron.workload.assignment import Assignment, parse, validate
 from recover_megatron.workload.policy import ExactPolicy, moved

@@ -1,4 +1,4 @@
-"""A Transport without MPI: all ranks in one process, a seed deciding who dies where and who sees it.
+"""A Transport without MPI: all ranks in one process; a seed decides who dies and who sees it.
 
 It behaves as badly as ULFM may: a collective that loses a member returns at some ranks and fails at
 others, delivers garbage, or leaves ranks waiting until somebody revokes; a shrunk world may hold a
@@ -8,15 +8,20 @@ hub decides, and only when all live ranks are blocked in a call, so a seed repla
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import numpy as np
+
 from recover_megatron.collectives.transport import Array, check_pair
 from recover_megatron.errors import InvariantViolation, ReplicaLost
 from recover_megatron.world import ReplicaLayout
+
+_COMBINE = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 
 
 class Killed(BaseException):
@@ -252,7 +257,7 @@ class ScriptedJob:
         for call in calls:
             _, receive, op = call.payload
             if sends:
-                receive[:] = {"sum": sum, "min": min, "max": max}[op](sends)
+                receive[:] = functools.reduce(_COMBINE[op], sends)
             else:
                 receive[:] = self._random.randrange(2, 10**6)
             self._release(call, None)

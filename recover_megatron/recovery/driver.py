@@ -111,6 +111,12 @@ class Driver:
         match action:
             case machine.Compute(ids):
                 work.compute(ids)
+                self._emit(
+                    "computed",
+                    iteration=step,
+                    world_epoch=state.world.world_epoch,
+                    microbatches=list(ids),
+                )
                 return machine.Computed(len(work.buckets()))
             case machine.Reduce(index):
                 return self._reduce(step, index, work.buckets()[index])

@@ -45,11 +45,15 @@ def run(args: argparse.Namespace) -> int:
     for check in (*map(_version_check, EXPECTED), _mpirun, _survival):
         finding = check()
         mark = "[red]bad[/]" if finding.mend else "[green]ok [/]"
-        console.print(f"{mark} {finding.what}: {finding.found}", highlight=False)
+        console.print(f"{mark} {finding.what}: {finding.found}", highlight=False, soft_wrap=True)
         if finding.mend:
-            console.print(f"     mend: {finding.mend}", highlight=False)
+            console.print(f"     mend: {finding.mend}", highlight=False, soft_wrap=True)
         bad += bool(finding.mend)
-    console.print("this machine is fit" if not bad else f"{bad} things to mend", highlight=False)
+    console.print(
+        "this machine is fit" if not bad else f"{bad} things to mend",
+        highlight=False,
+        soft_wrap=True,
+    )
     return 1 if bad else 0
 
 

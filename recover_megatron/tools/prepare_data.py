@@ -55,7 +55,6 @@ def write_dataset(
 
     Raises ConfigError if there is not one document with text in it.
     """
-    import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +66,7 @@ def write_dataset(
             if not text:
                 continue
             ids = np.append(encode(text), eod)
-            builder.add_document(torch.from_numpy(ids.astype(np.int64)), [len(ids)])
+            builder.add_document(ids, [len(ids)])  # it takes arrays as well as tensors
             count, tokens = count + 1, tokens + len(ids)
         if not count:
             raise ConfigError("the corpus is empty: no document with text in it was found")

@@ -6,8 +6,10 @@ A LLaMA-style GPT of a few hundred thousand parameters on the text of Python's s
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -111,9 +113,12 @@ def run_job(
     command: Sequence[str],
     log: Path,
     on_line: Callable[[str], None] = lambda line: None,
-    cwd: str | None = None,
+    limit_s: float = 900.0,
 ) -> int:
-    """Run to the end, its output into `log` and line by line to `on_line`; the exit code."""
+    """Run to the end, its output into `log` and line by line to `on_line`; the exit code.
+
+    A job that is not over after `limit_s` seconds hangs: it is killed, and the code is negative.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
         log.open("w") as copy,
@@ -124,14 +129,19 @@ def run_job(
             text=True,
             errors="replace",
             env=environment(),
-            cwd=cwd,
+            start_new_session=True,
         ) as process,
     ):
         assert process.stdout is not None
-        for line in process.stdout:
-            copy.write(line)
-            copy.flush()
-            on_line(line)
+        limit = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
+        limit.start()
+        try:
+            for line in process.stdout:
+                copy.write(line)
+                copy.flush()
+                on_line(line)
+        finally:
+            limit.cancel()
     return process.returncode
 
 

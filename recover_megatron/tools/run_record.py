@@ -81,7 +81,7 @@ class RunRecord:
     def samples(self) -> dict[int, tuple[int, ...]]:
         """Dataset indices whose gradients each iteration committed, as they were really fetched."""
         fetched: dict[tuple[int, int, int], list[int]] = {}
-        for e in self.of("computed"):
+        for e in self.of("fetched"):
             for microbatch, ids in zip(e["microbatches"], e["samples"], strict=True):
                 if ids is not None:
                     fetched[e["iteration"], e["replica"], microbatch] = ids

@@ -187,9 +187,8 @@ class Hooks:
             config.timers = timers
         session.watcher.rest()
         session.trace.emit(
-            "computed",
+            "fetched",
             iteration=number,
-            world_epoch=session.driver.world.world_epoch,
             microbatches=list(microbatches),
             samples=[self._feed.fetched.get(i) for i in microbatches],
         )

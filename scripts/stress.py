@@ -1,0 +1,92 @@
+"""Seeded random kills of a real training job, run by scripts/stress.sh.
+
+Four replicas of two pipeline stages (8 ranks) train on real text; each seed kills two of the
+replicas at a random iteration, position, phase and bucket. One line per seed: what was killed, and
+whether the job ended with code 0, kept the design's invariants, and has the losses, samples and
+parameters that it must have. A summary line comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+from recover_megatron.tools.compare import max_difference, samples_identical
+from recover_megatron.tools.rehearsal import Rehearsal, corpus, run_job
+from recover_megatron.tools.run_record import RunRecord
+
+REPLICAS, KILLS, EVERY = 4, 2, 4
+OPTIONS = ("--recover-bucket-mb", "0.05", "--recover-check-replicas-interval", "1")
+LOSS_LIMIT = 1e-5
+HANGS_AFTER_S = 300.0
+
+
+def failures_of(record: RunRecord, reference: RunRecord, job: Rehearsal, code: int) -> list[str]:
+    """What is wrong with a run, in words; empty if nothing is."""
+    wrong = [f"exit code {code}"] if code else []
+    wrong += record.violations(job.iterations, job.global_batch_size)
+    if not wrong:
+        difference = max_difference(record.losses, reference.losses)
+        if difference > LOSS_LIMIT:
+            wrong.append(f"I6: the loss differs by {difference:.2g}")
+        if not samples_identical(record, reference):
+            wrong.append("I1: the samples are not those of the failure-free run")
+        if not record.parameters_bitwise_equal:
+            wrong.append("I2: parameters were not compared or differ")
+        if len(record.survivors) != REPLICAS - KILLS:
+            wrong.append(f"{len(record.survivors)} replicas survived, not {REPLICAS - KILLS}")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=30)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/stress"))
+    args = parser.parse_args()
+    job = Rehearsal(corpus(Path("runs/data")), KILLS * EVERY + 2, 12, pp=2)
+    reference = None
+    repairs: list[float] = []
+    failed: list[int] = []
+    started = time.monotonic()
+    for seed in [None, *range(args.first_seed, args.first_seed + args.seeds)]:
+        name = "reference" if seed is None else f"seed-{seed}"
+        folder = args.out / name
+        shutil.rmtree(folder, ignore_errors=True)
+        spec = "" if seed is None else f"random:seed={seed}:every={EVERY}:count={KILLS}"
+        injected = ("--recover-inject", spec) if spec else ()
+        began = time.monotonic()
+        command = job.recover(REPLICAS, folder, *OPTIONS, *injected)
+        code = run_job(command, args.out / f"{name}.log", limit_s=HANGS_AFTER_S)
+        record = RunRecord(folder)
+        if seed is None:
+            reference = record
+            wrong = record.violations(job.iterations, job.global_batch_size)
+            if code or wrong:
+                sys.exit(f"stress: the failure-free run failed with code {code}: {wrong}")
+            continue
+        assert reference is not None
+        wrong = failures_of(record, reference, job, code)
+        repairs += [r.repair_s for r in record.recoveries]
+        if wrong:
+            failed.append(seed)
+        killed = " ".join(e["fault"].removeprefix("kill:") for e in record.of("fault"))
+        verdict = "; ".join(wrong) or "ok"
+        print(
+            f"seed {seed:4d}  {killed:40s} {time.monotonic() - began:5.0f} s  {verdict}", flush=True
+        )
+    share = f"{args.seeds - len(failed)} of {args.seeds} seeds right"
+    mid = f"{median(repairs) * 1000:.0f} ms" if repairs else "none"
+    print(
+        f"{share}, {len(repairs)} recoveries, median repair {mid}, "
+        f"{time.monotonic() - started:.0f} s" + (f"; failed: {failed}" if failed else "")
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

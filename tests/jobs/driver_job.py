@@ -1,0 +1,66 @@
+"""The production session without Megatron: the driver over real MPI on integer "gradients".
+
+    mpirun ... python driver_job.py <recovery flags>
+
+Each rank ends with one line `replica position epoch survivors committed`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numpy as np
+
+from recover_megatron.adapters.megatron.session import start
+from recover_megatron.recovery.snapshot import Bucket
+
+STEPS, MICROBATCHES, BUCKETS, SIZE = 8, 12, 4, 1 << 18
+
+
+class SumWork:
+    """Bucket k's gradient of microbatch i in step s is s * (i + 1) * (k + 1), exact in float32."""
+
+    def __init__(self, session, step: int):
+        self._session, self._step, self._forwards = session, step, 0
+        self._buckets = [
+            Bucket(np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32)) for _ in range(BUCKETS)
+        ]
+
+    def compute(self, microbatches):
+        me = f"{self._session.replica_id}.{self._session.position}@{self._step}"
+        if os.environ.get("RAISE_AT") == me:
+            raise ZeroDivisionError("as any bug would")
+        for i in microbatches:
+            self._session.watcher.beat()
+            self._session.injector.enter("forward", self._forwards)
+            self._forwards += 1
+            for k, bucket in enumerate(self._buckets):
+                bucket.local[:] += self._step * (i + 1) * (k + 1)
+        self._session.watcher.rest()
+
+    def buckets(self):
+        return self._buckets
+
+    def commit(self):
+        total = self._step * sum(range(1, MICROBATCHES + 1))
+        for k, bucket in enumerate(self._buckets):
+            assert (bucket.reduced == total * (k + 1)).all(), bucket.reduced
+        self._session.injector.enter("optimizer")
+
+
+def main() -> None:
+    session = start(sys.argv[1:])
+    for step in range(1, STEPS + 1):
+        session.injector.begin(step, BUCKETS)
+        session.driver.run_step(step, MICROBATCHES, SumWork(session, step))
+    session.finish(0)
+
+
+if __name__ == "__main__":
+    from recover_megatron.adapters.megatron import bootstrap
+
+    try:
+        main()
+    except BaseException as error:
+        bootstrap.die(None, error)

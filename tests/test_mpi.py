@@ -1,0 +1,113 @@
+"""Real processes under mpirun, killed with SIGKILL at named points; no Megatron, so it is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.adapters.megatron.arguments import read_job
+from recover_megatron.tools import cli
+from recover_megatron.tools.launch import mpirun_command
+from recover_megatron.tools.run_record import RunRecord
+
+JOB = str(Path(__file__).with_name("jobs") / "driver_job.py")
+STEPS, MICROBATCHES = 8, 12
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def drive(run, tmp_path):
+    """Runs the driver job over `replicas` x 2 ranks; returns its record, checked for I1, I3-I5."""
+
+    def start(replicas: int, inject: str, *flags: str) -> RunRecord:
+        words = ["--recover", "--micro-batch-size", "1", "--global-batch-size", str(MICROBATCHES)]
+        words += ["--tensor-model-parallel-size", "2", "--recover-trace-dir", str(tmp_path / "run")]
+        words += ["--recover-inject", inject, *flags]
+        command = mpirun_command(read_job(words), replicas, [JOB, *words])
+        module = command.index("-m", command.index("-n"))
+        code, output = run(command[:module] + command[module + 2 :])
+        assert code == 0, output
+        record = RunRecord(tmp_path / "run")
+        assert record.violations(STEPS, MICROBATCHES) == [], output
+        return record
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "fault", ["1.0@3:forward.1", "1.1@3:sync.0", "1.0@3:sync.2", "1.1@3:commit", "1.0@3:optimizer"]
+)
+def test_a_replica_killed_at_any_point_costs_only_its_own_microbatches(drive, fault):
+    record = drive(3, fault)
+    assert record.survivors == [0, 2]
+    (recovery,) = record.recoveries
+    assert recovery.iteration == (4 if "optimizer" in fault else 3)
+    assert recovery.replicas_lost == [1]
+    assert recovery.reassigned_microbatches == 4
+    assert (record.directory / "exit_code").read_text() == "0\n"
+
+
+def test_three_losses_in_a_row_replica_0_first_leave_the_last_replica_with_all_work(drive):
+    record = drive(4, "0.0@2:sync.1,2.1@3:forward,1.0@4:commit")
+    assert record.survivors == [3]
+    assert [r.replicas_lost for r in record.recoveries] == [[0], [2], [1]]
+    assert record.assignment(8).share(3) == tuple(range(MICROBATCHES))
+
+
+def test_a_second_loss_inside_the_repair_is_absorbed(drive):
+    record = drive(4, "1.0@3:sync.1,2.1@3:repair")
+    assert record.survivors == [0, 3]
+    assert sorted(r for x in record.recoveries for r in x.replicas_lost) == [1, 2]
+
+
+def test_two_replicas_lost_in_the_same_bucket_are_absorbed(drive):
+    assert drive(4, "1.0@3:sync.1,2.0@3:sync.1").survivors == [0, 3]
+
+
+def test_a_hung_rank_is_found_and_its_stack_is_kept(drive):
+    record = drive(3, "hang:1.1@3:forward.1", "--recover-hang-timeout", "2")
+    assert record.survivors == [0, 2]
+    words = (record.directory / "log.r1.p1.txt").read_text()
+    assert "no progress for 2 s while computing" in words
+    assert "inject.py" in words  # where it hung
+
+
+def test_ranks_that_wait_for_a_hung_one_are_not_taken_for_hung(drive):
+    record = drive(2, "hang:1.1@8:forward.0", "--recover-hang-timeout", "3")
+    assert record.survivors == [0]  # its peers waited 3 s in a collective, and live
+
+
+def test_an_exception_in_one_rank_loses_its_replica_only(drive, monkeypatch):
+    monkeypatch.setenv("RAISE_AT", "1.1@3")
+    record = drive(3, "")
+    assert record.survivors == [0, 2]
+    assert "ZeroDivisionError" in (record.directory / "log.r1.p1.txt").read_text()
+
+
+def test_nothing_is_left_behind(drive):
+    started = time.time()
+    record = drive(3, "1.0@3:sync.1")
+    assert {e["event"] for e in record.finished} == {"finished"}
+    for event in record.of("started"):
+        assert event["time"] > started - 60
+        assert not _alive(event["pid"])
+
+
+def test_the_doctor_finds_this_machine_fit(capsys):
+    assert cli.main(["doctor"]) == 0
+    output = capsys.readouterr().out
+    assert "survivor 0 went on" in output
+    assert "survivor 2 went on" in output
+    assert sys.executable
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
