@@ -123,14 +123,11 @@ def _random(item: str, layout: ReplicaLayout) -> Iterator[Fault]:
     draw = random.Random(fields["seed"])
     victims = draw.sample(range(layout.replicas), fields["count"])
     for interval, replica in enumerate(victims):
-        yield Fault(
-            kind="kill",
-            replica=replica,
-            position=draw.randrange(layout.ranks_per_replica),
-            iteration=1 + interval * fields["every"] + draw.randrange(fields["every"]),
-            phase=draw.choice(phases),
-            index=draw.randrange(4),
-        )
+        position = draw.randrange(layout.ranks_per_replica)
+        iteration = 1 + interval * fields["every"] + draw.randrange(fields["every"])
+        phase = draw.choice(phases)
+        index = draw.randrange(4) if phase in INDEXED_PHASES else 0
+        yield Fault("kill", replica, position, iteration, phase, index)
 
 
 def _expect(true: bool, item: str, found: str) -> None:

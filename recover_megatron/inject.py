@@ -19,7 +19,7 @@ class Injector:
         self._faults = list(faults)
         self._emit = emit
         self._iteration = 0
-        self._buckets = 1
+        self._count: dict[str, int] = {}
         self._entered: dict[int, float] = {}
         self._took: dict[int, float] = {}
         self._armed: Fault | None = None
@@ -31,21 +31,27 @@ class Injector:
     def plans(self, phase: str) -> bool:
         return any(fault.phase == phase for fault in self._faults)
 
-    def begin(self, iteration: int, buckets: int) -> None:
-        """Of the iteration as the host logs it (from 1). A bucket index past the last means it."""
-        self._iteration, self._buckets = iteration, buckets
+    def begin(self, iteration: int) -> None:
+        """The iteration as the host logs it (from 1) begins."""
+        self._iteration = iteration
+
+    def expect(self, phase: str, count: int) -> None:
+        """`phase` will be entered with indices 0..count-1; a fault's index past the last means it,
+        so that every planned fault strikes."""
+        self._count[phase] = count
 
     def enter(self, phase: str, index: int = 0) -> None:
         """This rank is about to do `phase`: a fault planned for here happens now."""
         if not self._faults:
             return
         self._entered[index] = time.monotonic()
+        last = self._count.get(phase, 1) - 1
         for fault in self._faults:
-            if fault.iteration == self._iteration and fault.phase == phase:
-                if phase == "sync":
-                    if min(fault.index, self._buckets - 1) == index:
-                        self._arm(fault, index)
-                elif fault.index == index:
+            here = fault.iteration == self._iteration and fault.phase == phase
+            if here and min(fault.index, last) == index:
+                if phase == "sync" and fault.kind == "kill":
+                    self._arm(fault, index)
+                else:
                     self._fire(fault)
 
     def leave(self, phase: str, index: int = 0) -> None:
@@ -58,8 +64,6 @@ class Injector:
 
     def _arm(self, fault: Fault, index: int) -> None:
         """Strike half-way through the coming all-reduce, judged by how long it took before."""
-        if fault.kind == "hang":
-            self._fire(fault)
         self._armed = fault
         delay = self._took.get(index, 0.002) / 2
         timer = threading.Timer(delay, self._fire, (fault,))

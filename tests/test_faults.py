@@ -47,6 +47,22 @@ def test_a_random_schedule_replays_and_loses_one_replica_an_interval():
     assert drawn == set(range(5))  # the iteration inside the interval is really drawn
 
 
+def test_every_fault_of_a_random_schedule_strikes(monkeypatch):
+    """Whatever index is drawn, and however few microbatches and buckets the victim has."""
+    fired = []
+    monkeypatch.setattr(Injector, "_fire", lambda self, fault: fired.append(fault))
+    for seed in range(50):
+        (fault,) = parse_faults(f"random:seed={seed}:every=1:count=1", LAYOUT)
+        injector = Injector([fault], lambda *a, **k: None)
+        injector.begin(1)
+        for phase in ("forward", "backward", "sync"):
+            injector.expect(phase, 1)
+        for phase in ("forward", "backward", "sync", "commit", "optimizer"):
+            injector.enter(phase)
+            injector.leave(phase)
+        assert fault in fired, fault
+
+
 def test_a_random_schedule_can_be_held_to_one_phase():
     faults = parse_faults("random:seed=1:count=3:phase=sync", LAYOUT)
     assert {f.phase for f in faults} == {"sync"}
@@ -77,8 +93,9 @@ def test_the_injector_fires_at_its_point_only(monkeypatch):
     fired = []
     monkeypatch.setattr(Injector, "_fire", lambda self, fault: fired.append(str(fault)))
     injector = Injector(parse_faults("1.0@3:forward.1,1.0@4:commit", LAYOUT), lambda *a, **k: None)
+    injector.expect("forward", 3)
     for iteration in (1, 2, 3, 4):
-        injector.begin(iteration, buckets=2)
+        injector.begin(iteration)
         for index in range(3):
             injector.enter("forward", index)
         injector.enter("commit")
@@ -89,7 +106,8 @@ def test_a_sync_fault_past_the_last_bucket_means_the_last_one(monkeypatch):
     armed = []
     monkeypatch.setattr(Injector, "_arm", lambda self, fault, index: armed.append(index))
     injector = Injector(parse_faults("1.0@1:sync.9", LAYOUT), lambda *a, **k: None)
-    injector.begin(1, buckets=3)
+    injector.begin(1)
+    injector.expect("sync", 3)
     for index in range(3):
         injector.enter("sync", index)
         injector.leave("sync", index)

@@ -31,6 +31,7 @@ class SumWork:
         me = f"{self._session.replica_id}.{self._session.position}@{self._step}"
         if os.environ.get("RAISE_AT") == me:
             raise ZeroDivisionError("as any bug would")
+        self._session.injector.expect("forward", len(microbatches))
         for i in microbatches:
             self._session.watcher.beat()
             self._session.injector.enter("forward", self._forwards)
@@ -52,7 +53,8 @@ class SumWork:
 def main() -> None:
     session = start(sys.argv[1:])
     for step in range(1, STEPS + 1):
-        session.injector.begin(step, BUCKETS)
+        session.injector.begin(step)
+        session.injector.expect("sync", BUCKETS)
         session.driver.run_step(step, MICROBATCHES, SumWork(session, step))
     session.finish(0)
 
@@ -62,5 +64,5 @@ if __name__ == "__main__":
 
     try:
         main()
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001
         bootstrap.die(None, error)

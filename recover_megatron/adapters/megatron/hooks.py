@@ -152,7 +152,8 @@ class Hooks:
         self._microbatches = call["num_microbatches"]
         self._forwards = self._backwards = 0
         number = self._args.curr_iteration + 1  # as Megatron logs it
-        session.injector.begin(number, len(self._gradients.buckets))
+        session.injector.begin(number)
+        session.injector.expect("sync", len(self._gradients.buckets))
         passes = functools.partial(self._run_schedule, schedule, call, model, number)
         work = Iteration(model, self._gradients, self._microbatches, passes)
         if session.console is not None:
@@ -179,7 +180,10 @@ class Hooks:
         timers, extra = config.timers, bool(self._captured)
         self._feed.supply(microbatches, self._args.consumed_train_samples)
         session.watcher.beat()
-        if extra:
+        if not extra:
+            for phase in ("forward", "backward"):
+                session.injector.expect(phase, len(microbatches))
+        else:
             config.timers = None  # a timer asserts when it is started twice in an iteration
         try:
             losses = schedule(**{**call, "num_microbatches": len(microbatches)})
