@@ -45,6 +45,7 @@ from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_
 from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config, unwrap_model
 from torch.utils.data import default_collate
 
 from recover_megatron.workload.samples import sample_ids
@@ -349,11 +350,15 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def _sharded_state(model: list[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+def _sharded_state(
+    model: list[Any], optimizer: Any, scheduler: Any, is_loading: bool = False
+) -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {"dp_cp_group": group}
-    state = {"model": model[0].sharded_state_dict(metadata=metadata)}
-    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
+    state = {"model": unwrap_model(model[0]).sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = optimizer.sharded_state_dict(
+        state, is_loading=is_loading, metadata=metadata
+    )
     state["opt_param_scheduler"] = scheduler.state_dict()
     return state
 
@@ -400,8 +405,9 @@ def load_checkpoint(
         print(f"pretrain.py: no checkpoint in {args.load}; starting from scratch", flush=True)
         return
     folder = Path(args.load) / f"iter_{int(tracker.read_text()):07d}"
-    loaded = dist_checkpointing.load(_sharded_state(model, optimizer, scheduler), str(folder))
-    model[0].load_state_dict(loaded["model"])
+    wanted = _sharded_state(model, optimizer, scheduler, is_loading=True)
+    loaded = dist_checkpointing.load(wanted, str(folder))
+    unwrap_model(model[0]).load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
     common = dist_checkpointing.load_common_state_dict(str(folder))
@@ -489,8 +495,6 @@ def training_log(
 def train(
     args: argparse.Namespace, data_iterator: Any, model: list[Any], optimizer: Any, scheduler: Any
 ) -> None:
-    from megatron.core.utils import get_model_config
-
     config = get_model_config(model[0])
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads

@@ -144,7 +144,7 @@ def main() -> int:
     )
     tokens = job.tokens_per_iteration
     summary = compare.summarize(record, reference.losses, reference, tokens)
-    summary["violations"] = record.violations(job.iterations, job.global_batch_size)
+    summary["violations"] = record.violations(job.iterations, job.microbatches)
     losses = reference.losses
     if not args.quick:
         demo.run("plain", job.plain(), job.iterations)

@@ -28,7 +28,7 @@ HANGS_AFTER_S = 300.0
 def failures_of(record: RunRecord, reference: RunRecord, job: Rehearsal, code: int) -> list[str]:
     """What is wrong with a run, in words; empty if nothing is."""
     wrong = [f"exit code {code}"] if code else []
-    wrong += record.violations(job.iterations, job.global_batch_size)
+    wrong += record.violations(job.iterations, job.microbatches)
     if not wrong:
         difference = max_difference(record.losses, reference.losses)
         if difference > LOSS_LIMIT:
@@ -65,7 +65,7 @@ def main() -> int:
         record = RunRecord(folder)
         if seed is None:
             reference = record
-            wrong = record.violations(job.iterations, job.global_batch_size)
+            wrong = record.violations(job.iterations, job.microbatches)
             if code or wrong:
                 sys.exit(f"stress: the failure-free run failed with code {code}: {wrong}")
             continue

@@ -10,13 +10,21 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.adapters.megatron.arguments import read_job
+from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE
 from recover_megatron.tools import cli
 from recover_megatron.tools.launch import mpirun_command
 from recover_megatron.tools.run_record import RunRecord
 
-JOB = str(Path(__file__).with_name("jobs") / "driver_job.py")
 STEPS, MICROBATCHES = 8, 12
 pytestmark = pytest.mark.mpi
+
+
+def mpirun(job: str, replicas: int, words: list[str]) -> list[str]:
+    """The launcher's own line, with `job` run by python itself."""
+    script = str(Path(__file__).with_name("jobs") / job)
+    command = mpirun_command(read_job(words), replicas, [script, *words])
+    module = command.index("-m", command.index("-n"))
+    return command[:module] + command[module + 2 :]
 
 
 @pytest.fixture
@@ -27,9 +35,7 @@ def drive(run, tmp_path):
         words = ["--recover", "--micro-batch-size", "1", "--global-batch-size", str(MICROBATCHES)]
         words += ["--tensor-model-parallel-size", "2", "--recover-trace-dir", str(tmp_path / "run")]
         words += ["--recover-inject", inject, *flags]
-        command = mpirun_command(read_job(words), replicas, [JOB, *words])
-        module = command.index("-m", command.index("-n"))
-        code, output = run(command[:module] + command[module + 2 :])
+        code, output = run(mpirun("driver_job.py", replicas, words))
         assert code == 0, output
         record = RunRecord(tmp_path / "run")
         assert record.violations(STEPS, MICROBATCHES) == [], output
@@ -95,6 +101,21 @@ def test_nothing_is_left_behind(drive):
     for event in record.of("started"):
         assert event["time"] > started - 60
         assert not _alive(event["pid"])
+
+
+def test_a_replica_that_differs_in_one_bit_is_named_and_the_job_stops(run, tmp_path):
+    words = ["--recover", "--micro-batch-size", "1", "--global-batch-size", "3"]
+    words += ["--tensor-model-parallel-size", "2", "--recover-trace-dir", str(tmp_path / "run")]
+    code, output = run(mpirun("check_job.py", 3, words))
+    assert code == EXIT_UNRECOVERABLE, output
+    verdicts = [
+        line
+        for log in (tmp_path / "run").glob("log.*.txt")
+        for line in log.read_text().splitlines()
+        if line.startswith("verdict")
+    ]
+    assert len(verdicts) == 6
+    assert all("after iteration 2 the parameters of replica 1 differ" in v for v in verdicts)
 
 
 def test_the_doctor_finds_this_machine_fit(capsys):

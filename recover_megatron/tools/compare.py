@@ -17,10 +17,8 @@ from typing import Any
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools.run_record import RunRecord, missing_samples
 
-_LINE = re.compile(
-    r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+)"
-    r".*?lm loss: ([-+.\dE]+)",
-)
+_LINE = re.compile(r"iteration\s+(\d+)/.*lm loss.*")
+_NUMBER = r"([-+.\dEe]+)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,15 +48,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Log:
-    """Losses and step times of a Megatron console log, by iteration (a later line wins)."""
+    """The numbers of a Megatron console log by iteration (a later line for the same one wins)."""
 
     def __init__(self, text: str):
         self.losses: dict[int, float] = {}
         self.step_s: dict[int, float] = {}
-        for match in _LINE.finditer(text):
-            iteration = int(match[1])
-            self.step_s[iteration] = float(match[2]) / 1000
-            self.losses[iteration] = float(match[3])
+        self.grad_norms: dict[int, float] = {}
+        self.rates: dict[int, float] = {}
+        for line in _LINE.finditer(text):
+            for numbers, name, unit in (
+                (self.losses, "lm loss", 1.0),
+                (self.step_s, r"elapsed time per iteration \(ms\)", 1e-3),
+                (self.grad_norms, "grad norm", 1.0),
+                (self.rates, "learning rate", 1.0),
+            ):
+                if found := re.search(f"{name}: {_NUMBER}", line[0]):
+                    numbers[int(line[1])] = float(found[1]) * unit
 
 
 def read_log(path: Path) -> Log:

@@ -30,6 +30,7 @@ class Rehearsal:
     global_batch_size: int
     tp: int = 1
     pp: int = 1
+    dp: int = 1  # inside a replica
     hidden_size: int = 64
     seq_length: int = 64
     layers: int = 2
@@ -38,7 +39,11 @@ class Rehearsal:
 
     @property
     def ranks_per_replica(self) -> int:
-        return self.tp * self.pp
+        return self.tp * self.pp * self.dp
+
+    @property
+    def microbatches(self) -> int:
+        return self.global_batch_size // self.dp
 
     @property
     def tokens_per_iteration(self) -> int:
@@ -100,6 +105,8 @@ class Rehearsal:
     def recover(self, replicas: int, run_dir: str | Path, *flags: str) -> list[str]:
         command = [sys.executable, "-m", "recover_megatron.tools.cli", "launch"]
         recovery = ["--recover", "--recover-trace-dir", str(run_dir), *flags]
+        if self.dp > 1:
+            recovery += ["--recover-intra-replica-dp", str(self.dp)]
         return [*command, "--replicas", str(replicas), "--", self.script, *self.flags, *recovery]
 
 

@@ -80,18 +80,20 @@ class RunRecord:
     @cached_property
     def samples(self) -> dict[int, tuple[int, ...]]:
         """Dataset indices whose gradients each iteration committed, as they were really fetched."""
-        fetched: dict[tuple[int, int, int], list[int]] = {}
+        # Every rank that reads data says so: the ends of the pipeline read the same samples, the
+        # data-parallel ranks inside a replica different ones.
+        fetched: dict[tuple[int, int, int], set[int]] = defaultdict(set)
         for e in self.of("fetched"):
             for microbatch, ids in zip(e["microbatches"], e["samples"], strict=True):
                 if ids is not None:
-                    fetched[e["iteration"], e["replica"], microbatch] = ids
+                    fetched[e["iteration"], e["replica"], microbatch].update(ids)
         return {
             iteration: tuple(
                 sorted(
                     sample
                     for replica, ids in self.assignment(iteration).shares
                     for microbatch in ids
-                    for sample in fetched.get((iteration, replica, microbatch), [-1])
+                    for sample in fetched.get((iteration, replica, microbatch), {-1})
                 )
             )
             for iteration in self.commits

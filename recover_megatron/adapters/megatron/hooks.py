@@ -285,9 +285,9 @@ class Hooks:
         if len(live) < config.min_replicas:
             self._save_before_stop(bound)
             raise Unrecoverable(
-                f"{len(live)} replicas are left after iteration {iteration}, fewer than "
-                f"--recover-min-replicas {config.min_replicas}; a checkpoint of iteration "
-                f"{iteration} is in {self._args.save}"
+                f"only {len(live)} of {session.layout.replicas} replicas are left after iteration "
+                f"{iteration}, fewer than --recover-min-replicas {config.min_replicas}; the "
+                f"checkpoint of iteration {iteration} is in {self._args.save}"
             )
         return stock(*args, **more)
 

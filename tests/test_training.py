@@ -1,0 +1,128 @@
+"""Megatron training that loses replicas: losses, samples and parameters of the failure-free run.
+
+Each test runs through our own pretrain.py and, where MEGATRON_LM_PATH names a checkout, through
+Megatron-LM's stock pretrain_gpt.py. The oracle is plain Megatron without recovery.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE
+from recover_megatron.tools.compare import Log, max_difference
+from recover_megatron.tools.rehearsal import Rehearsal
+from recover_megatron.tools.run_record import RunRecord
+from recover_megatron.workload.samples import sample_ids
+
+LOSS_LIMIT = 1e-5
+OPTIONS = ("--recover-bucket-mb", "0.05", "--recover-check-replicas-interval", "1")
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def train(run, tmp_path):
+    """`plain` and `recovered` run a job and return its log, and for the latter its record too."""
+
+    class Train:
+        def plain(self, job: Rehearsal, data_parallel: int = 1) -> Log:
+            code, output = run(job.plain(data_parallel), "plain")
+            assert code == 0, output
+            return Log(output)
+
+        def recovered(self, job: Rehearsal, replicas: int, *flags: str) -> tuple[Log, RunRecord]:
+            code, output = run(job.recover(replicas, tmp_path / "run", *OPTIONS, *flags), "recover")
+            assert code == 0, output
+            record = RunRecord(tmp_path / "run")
+            assert record.violations(job.iterations, job.microbatches) == [], output
+            assert record.parameters_bitwise_equal
+            for iteration, samples in record.samples.items():
+                assert list(samples) == expected_samples(job, iteration)
+            return Log(output), record
+
+    return Train()
+
+
+def expected_samples(job: Rehearsal, iteration: int) -> list[int]:
+    consumed = (iteration - 1) * job.global_batch_size
+    return [
+        i for m in range(job.global_batch_size) for i in sample_ids(consumed, m, micro_batch_size=1)
+    ]
+
+
+def assert_same_training(log: Log, plain: Log) -> None:
+    assert max_difference(log.losses, plain.losses) <= LOSS_LIMIT
+    assert log.grad_norms == pytest.approx(plain.grad_norms, abs=2e-3)  # logged with 3 decimals
+    assert log.rates == plain.rates
+
+
+def test_without_failures_recover_is_plain_data_parallelism(train, data_prefix, script):
+    job = Rehearsal(data_prefix, 5, 6, script=script)
+    plain = train.plain(job, data_parallel=2)
+    log, record = train.recovered(job, 2)
+    assert_same_training(log, plain)
+    assert record.recoveries == []
+
+
+def test_killed_in_the_middle_of_an_all_reduce_in_tp_x_pp(train, data_prefix, script):
+    job = Rehearsal(data_prefix, 6, 6, tp=2, pp=2, script=script)
+    plain = train.plain(job)
+    log, record = train.recovered(job, 2, "--recover-inject", "1.3@3:sync.1")
+    assert_same_training(log, plain)
+    (recovery,) = record.recoveries
+    assert (recovery.iteration, recovery.phase, recovery.replicas_lost) == (3, "sync", [1])
+    assert recovery.reassigned_microbatches == 3
+    assert recovery.live_microbatches_recomputed == 0
+
+
+def test_killed_in_forward_backward_and_optimizer_until_one_is_left(train, data_prefix, script):
+    job = Rehearsal(data_prefix, 8, 8, pp=2, script=script)
+    plain = train.plain(job)
+    faults = "0.0@2:backward.1,2.1@4:forward.1,1.0@6:optimizer"
+    log, record = train.recovered(job, 4, "--recover-inject", faults)
+    assert_same_training(log, plain)
+    assert record.survivors == [3]
+    assert [r.replicas_lost for r in record.recoveries] == [[0], [2], [1]]
+    # I7: the console went on from replica to replica; not a line is missing.
+    assert sorted(log.losses) == list(range(1, 9))
+
+
+def test_distributed_optimizer_and_per_token_loss_inside_a_replica(train, data_prefix, script):
+    extra = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--calculate-per-token-loss")
+    job = Rehearsal(data_prefix, 5, 12, dp=2, script=script, extra=extra)
+    plain = train.plain(job)
+    log, record = train.recovered(job, 3, "--recover-inject", "0.1@3:sync.0")
+    assert_same_training(log, plain)
+    assert record.survivors == [1, 2]
+
+
+def test_too_few_replicas_leave_a_checkpoint_from_which_fewer_go_on(
+    train, run, tmp_path, data_prefix, script
+):
+    job = Rehearsal(data_prefix, 6, 4, script=script)
+    plain = train.plain(job)
+    save = str(tmp_path / "checkpoint")
+    flags = ("--recover-min-replicas", "2", "--recover-inject", "0.0@3:backward", "--save", save)
+    code, output = run(job.recover(2, tmp_path / "first", *OPTIONS, *flags), "first")
+    assert code == EXIT_UNRECOVERABLE, output
+    assert "only 1 of 2 replicas are left after iteration 3, fewer than --recover-min" in output
+    assert (Path(save) / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+    code, output = run(job.recover(1, tmp_path / "second", *OPTIONS, "--load", save), "second")
+    assert code == 0, output
+    resumed = RunRecord(tmp_path / "second")
+    assert sorted(resumed.commits) == [4, 5, 6]
+    for iteration, samples in resumed.samples.items():
+        assert list(samples) == expected_samples(job, iteration)
+    for iteration, loss in resumed.losses.items():
+        assert loss == pytest.approx(plain.losses[iteration], abs=LOSS_LIMIT)
+
+
+@pytest.mark.timeout(600)
+def test_random_kills_in_any_phase(run, tmp_path):
+    stress = Path(__file__).resolve().parent.parent / "scripts" / "stress.py"
+    out = str(tmp_path / "stress")
+    code, output = run([sys.executable, stress, "--seeds", 2, "--first-seed", 100, "--out", out])
+    assert code == 0, output
+    assert "2 of 2 seeds right, 4 recoveries" in output
