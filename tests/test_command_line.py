@@ -22,6 +22,7 @@ from recover_megatron.config import RecoveryConfig, flag_name
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools import cli, launch
 from recover_megatron.tools.rehearsal import SCRIPT
+from recover_megatron.trace import Trace
 
 FLAGS = "--recover --micro-batch-size 1 --global-batch-size 12".split()
 
@@ -197,7 +198,10 @@ def test_the_launcher_hands_on_signals_and_the_exit_code(tmp_path):
 
 
 def test_a_job_in_which_nobody_reached_the_end_is_a_failure(tmp_path: Path, capsys):
+    Trace(str(tmp_path), 1, 0).emit("died", reason="ValueError: of me")
     assert launch._exit_code(0, tmp_path / "exit_code") == 1
-    assert "no replica reached its end" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no replica reached its end" in error
+    assert "the first to die was replica 1, position 0: ValueError: of me" in error
     (tmp_path / "exit_code").write_text("3\n")
     assert launch._exit_code(0, tmp_path / "exit_code") == 3

@@ -105,6 +105,7 @@ def test_too_few_replicas_leave_a_checkpoint_from_which_fewer_go_on(
     plain = train.plain(job)
     save = str(tmp_path / "checkpoint")
     flags = ("--recover-min-replicas", "2", "--recover-inject", "0.0@3:backward", "--save", save)
+    flags += ("--save-interval", "1000")
     code, output = run(job.recover(2, tmp_path / "first", *OPTIONS, *flags), "first")
     assert code == EXIT_UNRECOVERABLE, output
     assert "only 1 of 2 replicas are left after iteration 3, fewer than --recover-min" in output

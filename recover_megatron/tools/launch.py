@@ -20,6 +20,7 @@ from types import FrameType
 
 from recover_megatron.adapters.megatron.arguments import Job, read_job, wants_recovery
 from recover_megatron.errors import ConfigError
+from recover_megatron.trace import read_traces
 
 # ulfm.md, section 0. A rank that makes no MPI progress for the detector's time-out is declared
 # dead, so it must outlast any time for which a healthy rank holds Python's GIL.
@@ -145,9 +146,20 @@ def _exit_code(mpirun_code: int, marker: Path) -> int:
         return int(marker.read_text())
     if mpirun_code:
         return mpirun_code if mpirun_code > 0 else 128 - mpirun_code
+    first = _first_death(marker.parent)
     print(
-        "recover-megatron launch: error: the job ended but no replica reached its end; "
+        f"recover-megatron launch: error: the job ended but no replica reached its end{first}; "
         f"the last words of each rank are in {marker.parent}",
         file=sys.stderr,
     )
     return 1
+
+
+def _first_death(run_dir: Path) -> str:
+    deaths = [e for e in read_traces(run_dir) if e["event"] == "died"]
+    if not deaths:
+        return ""
+    first = min(deaths, key=lambda e: e["time"])
+    return f"; the first to die was replica {first['replica']}, position {first['position']}: " + (
+        str(first["reason"])
+    )

@@ -83,7 +83,8 @@ def finish(session: Session | None, code: Any) -> NoReturn:
         print(code, file=sys.stderr)
     number = code if isinstance(code, int) else int(code is not None)
     if session is None:
-        sys.exit(number)
+        # mpirun ends the job at the first code that is not 0: it must be the rank that has spoken.
+        sys.exit(number if _speaks(None) else 0)
     session.finish(number)
 
 
@@ -150,11 +151,13 @@ def _run(script: str, namespace: dict[str, Any]) -> None:
     exec(code, namespace)
 
 
-def _say(message: str, session: Session | None) -> None:
-    """One line from one rank of the job."""
+def _speaks(session: Session | None) -> bool:
+    """One rank tells the user: the leader's first, or one a host before the job has begun."""
     if session is None:
-        speaks = os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"
-    else:
-        speaks = session.leading and session.position == 0
-    if speaks:
+        return os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0") == "0"
+    return session.leading and session.position == 0
+
+
+def _say(message: str, session: Session | None) -> None:
+    if _speaks(session):
         print(f"recover: {message}", file=sys.stderr, flush=True)
