@@ -27,6 +27,7 @@ from recover_megatron.world import ReplicaLayout
 PHASES = ("forward", "backward", "sync", "commit", "optimizer", "repair")
 INDEXED_PHASES = ("forward", "backward", "sync")
 KINDS = ("kill", "hang")
+HANG_PHASES = ("forward", "backward")  # the watchdog looks at the training thread while it computes
 RANDOM_PHASES = ("forward", "backward", "sync", "commit", "optimizer")
 
 _ITEM = re.compile(
@@ -82,6 +83,11 @@ def _single(item: str, layout: ReplicaLayout) -> Iterator[Fault]:
     kind, phase = match["kind"] or "kill", match["phase"]
     _expect(kind in KINDS, item, f"kind {kind!r} is not one of {', '.join(KINDS)}")
     _expect(phase in PHASES, item, f"phase {phase!r} is not one of {', '.join(PHASES)}")
+    _expect(
+        kind != "hang" or phase in HANG_PHASES,
+        item,
+        f"a hang in {phase!r} would not be found; use {' or '.join(HANG_PHASES)}",
+    )
     _expect(
         match["index"] is None or phase in INDEXED_PHASES,
         item,

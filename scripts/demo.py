@@ -145,6 +145,7 @@ def main() -> int:
     tokens = job.tokens_per_iteration
     summary = compare.summarize(record, reference.losses, reference, tokens)
     summary["violations"] = record.violations(job.iterations, job.microbatches)
+    summary["step_time_ratio"] = None  # not measured with --quick
     losses = reference.losses
     if not args.quick:
         demo.run("plain", job.plain(), job.iterations)

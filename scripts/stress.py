@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from recover_megatron.tools.compare import max_difference, samples_identical
+from recover_megatron.tools.compare import Log, max_difference, samples_identical
 from recover_megatron.tools.rehearsal import Rehearsal, corpus, run_job
 from recover_megatron.tools.run_record import RunRecord
 
@@ -25,8 +25,10 @@ LOSS_LIMIT = 1e-5
 HANGS_AFTER_S = 300.0
 
 
-def failures_of(record: RunRecord, reference: RunRecord, job: Rehearsal, code: int) -> list[str]:
-    """What is wrong with a run, in words; empty if nothing is."""
+def failures_of(
+    record: RunRecord, log: Log, reference: RunRecord, job: Rehearsal, code: int
+) -> list[str]:
+    """What is wrong with a run and its console log, in words; empty if nothing is."""
     wrong = [f"exit code {code}"] if code else []
     wrong += record.violations(job.iterations, job.microbatches)
     if not wrong:
@@ -37,6 +39,8 @@ def failures_of(record: RunRecord, reference: RunRecord, job: Rehearsal, code: i
             wrong.append("I1: the samples are not those of the failure-free run")
         if not record.parameters_bitwise_equal:
             wrong.append("I2: parameters were not compared or differ")
+        if set(log.losses) != set(reference.losses):
+            wrong.append(f"I7: the console shows iterations {sorted(log.losses)} only")
         if len(record.survivors) != REPLICAS - KILLS:
             wrong.append(f"{len(record.survivors)} replicas survived, not {REPLICAS - KILLS}")
     return wrong
@@ -70,7 +74,8 @@ def main() -> int:
                 sys.exit(f"stress: the failure-free run failed with code {code}: {wrong}")
             continue
         assert reference is not None
-        wrong = failures_of(record, reference, job, code)
+        log = Log((args.out / f"{name}.log").read_text())
+        wrong = failures_of(record, log, reference, job, code)
         repairs += [r.repair_s for r in record.recoveries]
         if wrong:
             failed.append(seed)

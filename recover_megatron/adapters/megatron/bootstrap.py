@@ -37,15 +37,22 @@ def main(argv: Sequence[str], namespace: dict[str, Any]) -> None:
     """
     try:
         script, flags, platform = split_arguments(argv)
+        mark_started()
+        sys.argv = [script, *flags]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        if not wants_recovery(flags):
+            _platform(script, platform)
     except ConfigError as error:
         sys.exit(f"recover: error: {error}")
-    mark_started()
-    sys.argv = [script, *flags]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    if not wants_recovery(flags):
-        _platform(script, platform)
-        _run(script, namespace)
-        return
+    if wants_recovery(flags):
+        _run_recovering(script, flags, platform, namespace)
+    _run(script, namespace)
+
+
+def _run_recovering(
+    script: str, flags: Sequence[str], platform: str, namespace: dict[str, Any]
+) -> NoReturn:
+    """Every way out of the script is turned into one that peers notice."""
     session = None
     try:
         session = start(flags)
