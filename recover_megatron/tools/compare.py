@@ -133,6 +133,7 @@ def plot(
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     iterations = sorted(record.losses)
     figure, panels = plt.subplots(
@@ -157,6 +158,7 @@ def plot(
     rate.set_ylabel("tokens/s")
     rate.set_ylim(bottom=0)
     rate.set_xlabel("iteration")
+    rate.xaxis.set_major_locator(MaxNLocator(integer=True))
     for recovery in record.recoveries:
         if recovery.iteration is None:
             continue
