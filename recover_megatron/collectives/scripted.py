@@ -43,6 +43,7 @@ class _Group:
 
     members: tuple[int, ...]
     revoked: bool = False
+    broken: bool = False  # a collective lost a member: who is in it now waits for a revoke
     parts: dict[int, _Group] = field(default_factory=dict)  # position groups split off it
 
 
@@ -225,7 +226,9 @@ class ScriptedJob:
             if group.revoked:
                 return lambda: self._fail(calls)
             if dead:
-                return lambda: self._fail_somehow(here, calls, complete)
+                if group.broken:
+                    return None
+                return lambda: self._fail_somehow(group, here, calls, complete)
             return (lambda: self._succeed(here, calls)) if complete else None
         if not complete:
             return None
@@ -235,9 +238,12 @@ class ScriptedJob:
         for call in calls:
             self._release(call, ReplicaLost(f"{call.kind}: revoked or a peer died"))
 
-    def _fail_somehow(self, here: list[_Call], calls: list[_Call], complete: bool) -> None:
-        """A member is dead: at least one rank fails; others fail, wait, or return garbage. If the
-        dead had taken part, some may even return the right result."""
+    def _fail_somehow(
+        self, group: _Group, here: list[_Call], calls: list[_Call], complete: bool
+    ) -> None:
+        """A member is dead: at least one rank fails; others fail, return garbage, or wait for a
+        revoke. If the dead had taken part, some may even return the right result."""
+        group.broken = True
         self._note(f"{calls[0].kind} breaks")
         unlucky = self._random.choice(calls)
         took_part = len(here) == len(_members(here))
