@@ -78,6 +78,7 @@ class ScriptedJob:
         self._random = random.Random(seed)
         self._vanish_together = vanish_together
         self._lock = threading.Lock()
+        self._said: list[tuple[int, str]] = []
         self._waiting: dict[int, _Call] = {}
         self._calls: dict[int, int] = dict.fromkeys(range(layout.ranks), 0)
         self._running: set[int] = set(range(layout.ranks))
@@ -150,6 +151,11 @@ class ScriptedJob:
             raise mine.outcome
         return mine.outcome
 
+    def say(self, rank: int, text: str) -> None:
+        """A line of `rank`'s own for the transcript; lines of one round stand in rank order."""
+        with self._lock:
+            self._said.append((rank, text))
+
     def revoke(self, rank: int) -> None:
         """Takes effect at once, everywhere."""
         with self._lock:
@@ -168,7 +174,7 @@ class ScriptedJob:
             return
         self._dead.add(rank)
         self._running.discard(rank)
-        self._note(f"{self._name(rank)} dies {where}")
+        self._said.append((rank, f"dies {where}"))
         if rank in self._waiting:
             if inside:
                 self._last_words[rank] = self._waiting[rank]
@@ -176,20 +182,23 @@ class ScriptedJob:
 
     def _advance(self) -> None:
         """When every live rank is blocked, decide until one is not."""
-        while not self._running and self._waiting:
+        while not self._running:
+            self._note_what_was_said()
+            if not self._waiting:
+                return
             if self._mates_die():
                 continue
             enabled = [step for step in (self._step(g) for g in self._groups()) if step]
             if enabled:
                 self._random.choice(enabled)()
             elif not self._mates_die(all_of_them=True):
-                waiting = {self._name(c.rank): c.kind for c in self._waiting.values()}
-                error = InvariantViolation(
-                    f"deadlock: {waiting}\n" + "\n".join(self.transcript[-40:])
-                )
-                for call in list(self._waiting.values()):
-                    self._release(call, error)
-                return
+                self._deadlock()
+
+    def _deadlock(self) -> None:
+        waiting = {self._name(c.rank): c.kind for c in self._waiting.values()}
+        told = "\n".join(self.transcript[-40:])
+        for call in list(self._waiting.values()):
+            self._release(call, InvariantViolation(f"deadlock: {waiting}\n{told}"))
 
     def _mates_die(self, all_of_them: bool = False) -> bool:
         """The watchers of a dead rank's mates: each strikes now with chance one half."""
@@ -300,6 +309,11 @@ class ScriptedJob:
             self._running.add(call.rank)
         call.outcome = outcome
         call.wake.release()
+
+    def _note_what_was_said(self) -> None:
+        for rank, text in sorted(self._said, key=lambda line: line[0]):
+            self._note(f"{self._name(rank)}: {text}")
+        self._said.clear()
 
     def _note(self, text: str) -> None:
         self.transcript.append(text)
