@@ -39,10 +39,12 @@ class RecoveryConfig:
     check_replicas_interval: int = _flag(
         0, "every N iterations compare all parameters bitwise across replicas (0: never)"
     )
-    hang_timeout_s: float = _flag(
-        300.0,
-        "a rank whose computing makes no progress for this many seconds counts as dead (0: never)",
+    hang_timeout_s: float | None = _flag(
+        None,
+        "a rank that computes without progress for this many seconds counts as dead (0: never; "
+        "default: 20 times the longest time between two microbatches so far, at least 60)",
         flag="--recover-hang-timeout",
+        type=float,
     )
     intra_replica_dp: int = _flag(1, "data-parallel ranks inside one replica")
     bucket_mb: float = _flag(
@@ -51,6 +53,8 @@ class RecoveryConfig:
     # A replica dies rank by rank; shrinking meanwhile can crash survivors (ulfm.md, rule 6).
     settle_s: float = 0.1
     settle_limit_s: float = 10.0
+    # The least that a measured hang time-out can be.
+    hang_floor_s: float = 60.0
     # How often the watcher makes MPI progress and looks for failures.
     poll_s: float = 0.02
 
@@ -66,10 +70,10 @@ class RecoveryConfig:
             ("intra_replica_dp", 1),
         ):
             value = getattr(self, name)
-            if value < least:
+            if value is not None and value < least:
                 flag = flag_name(name)
                 raise ConfigError(f"{flag} must be at least {least}, got {value}")
-        for name in ("bucket_mb", "settle_s", "settle_limit_s", "poll_s"):
+        for name in ("bucket_mb", "settle_s", "settle_limit_s", "hang_floor_s", "poll_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(
                     f"{flag_name(name)} must be more than 0, got {getattr(self, name)}"

@@ -1,8 +1,10 @@
 """Faults to inject, as data: the grammar of `--recover-inject`, parsed and printed. Pure.
 
     SPEC   = ITEM { "," ITEM }
-    ITEM   = [ "kill:" | "hang:" ] REPLICA "." POSITION "@" ITERATION ":" PHASE [ "." INDEX ]
+    ITEM   = [ KIND ":" ] REPLICA "." POSITION "@" ITERATION ":" PHASE [ "." INDEX ]
            | "random:" FIELD { ":" FIELD }        FIELD = every=K | seed=S | count=N | phase=PHASE
+    KIND   = kill (SIGKILL) | hang (the training thread sleeps for ever) | hold (it keeps Python's
+             lock, too) | stop (SIGSTOP)
     PHASE  = forward | backward | sync | commit | optimizer | repair
 
 `2.0@7:sync.3` kills position 0 of replica 2 in iteration 7 (as Megatron logs it, from 1) in the
@@ -26,8 +28,9 @@ from recover_megatron.world import ReplicaLayout
 
 PHASES = ("forward", "backward", "sync", "commit", "optimizer", "repair")
 INDEXED_PHASES = ("forward", "backward", "sync")
-KINDS = ("kill", "hang")
-HANG_PHASES = ("forward", "backward")  # the watchdog looks at the training thread while it computes
+HANGS = ("hang", "hold", "stop")
+KINDS = ("kill", *HANGS)
+HANG_PHASES = ("forward", "backward")  # the watchdog looks at a rank while it computes
 RANDOM_PHASES = ("forward", "backward", "sync", "commit", "optimizer")
 
 _ITEM = re.compile(
@@ -76,7 +79,7 @@ def _single(item: str, layout: ReplicaLayout) -> Iterator[Fault]:
     match = _ITEM.fullmatch(item)
     if match is None:
         raise ConfigError(
-            f"--recover-inject: cannot read {item!r}; expected [kill:|hang:]REPLICA.POSITION@"
+            f"--recover-inject: cannot read {item!r}; expected [KIND:]REPLICA.POSITION@"
             f"ITERATION:PHASE[.INDEX] such as 1.0@3:sync.2, or random:seed=1:every=5:count=2"
         )
     replica, position, iteration = (int(match[k]) for k in ("replica", "position", "iteration"))
@@ -84,9 +87,9 @@ def _single(item: str, layout: ReplicaLayout) -> Iterator[Fault]:
     _expect(kind in KINDS, item, f"kind {kind!r} is not one of {', '.join(KINDS)}")
     _expect(phase in PHASES, item, f"phase {phase!r} is not one of {', '.join(PHASES)}")
     _expect(
-        kind != "hang" or phase in HANG_PHASES,
+        kind not in HANGS or phase in HANG_PHASES,
         item,
-        f"a hang in {phase!r} would not be found; use {' or '.join(HANG_PHASES)}",
+        f"a {kind} in {phase!r} would not be found; use {' or '.join(HANG_PHASES)}",
     )
     _expect(
         match["index"] is None or phase in INDEXED_PHASES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -70,5 +71,9 @@ class Injector:
         self._emit("fault", iteration=fault.iteration, phase=fault.phase, fault=str(fault))
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        while True:  # hang: alive, holding its place, making no progress
+        if fault.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault.kind == "hold":
+            ctypes.PyDLL(None).sleep(3600)  # a PyDLL call keeps Python's lock
+        while True:  # alive, holding its place, making no progress
             time.sleep(3600)

@@ -142,6 +142,7 @@ def test_every_flag_of_the_config_is_parsed_into_it():
     words = "--recover --recover-min-replicas 2 --recover-hang-timeout 7 --recover-trace-dir t"
     config = recovery_config(parser.parse_args(words.split()))
     assert config == RecoveryConfig(min_replicas=2, hang_timeout_s=7.0, trace_dir="t")
+    assert recovery_config(parser.parse_args(["--recover"])) == RecoveryConfig()
     assert flag_name("hang_timeout_s") == "--recover-hang-timeout"
 
 

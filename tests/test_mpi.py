@@ -74,17 +74,26 @@ def test_two_replicas_lost_in_the_same_bucket_are_absorbed(drive):
     assert drive(4, "1.0@3:sync.1,2.0@3:sync.1").survivors == [0, 3]
 
 
-def test_a_hung_rank_is_found_and_its_stack_is_kept(drive):
-    record = drive(3, "hang:1.1@3:forward.1", "--recover-hang-timeout", "2")
+@pytest.mark.parametrize("kind", ["hang", "hold", "stop"])
+def test_a_hung_rank_is_ended_by_its_watchdog(drive, kind):
+    """Asleep, asleep with Python's lock, or stopped as a whole."""
+    record = drive(3, f"{kind}:1.1@3:forward.1", "--recover-hang-timeout", "2")
     assert record.survivors == [0, 2]
+    (death,) = [e for e in record.of("died") if (e["replica"], e["position"]) == (1, 1)]
+    assert "no progress" in death["reason"]
     words = (record.directory / "log.r1.p1.txt").read_text()
-    assert "no progress for 2 s while computing" in words
-    assert "inject.py" in words  # where it hung
+    assert ("inject.py" in words) == (kind != "stop")  # its stack: where it hung
 
 
 def test_ranks_that_wait_for_a_hung_one_are_not_taken_for_hung(drive):
     record = drive(2, "hang:1.1@8:forward.0", "--recover-hang-timeout", "3")
     assert record.survivors == [0]  # its peers waited 3 s in a collective, and live
+
+
+def test_the_console_says_who_was_lost(drive, run, tmp_path):
+    drive(3, "0.1@3:sync.1")
+    console = (tmp_path / "job.log").read_text()
+    assert "lost replica 0 (rank 1 died first); 2 of 3 replicas go on, world epoch 1" in console
 
 
 def test_an_exception_in_one_rank_loses_its_replica_only(drive, monkeypatch):

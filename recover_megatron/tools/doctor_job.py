@@ -22,7 +22,7 @@ from recover_megatron.world import ReplicaLayout, World
 def main() -> int:
     transport = UlfmTransport()
     layout = ReplicaLayout(transport.size, 1)
-    watcher = Watcher(transport, frozenset(), 0.02, 0.0, lambda ranks: None)
+    watcher = Watcher(transport, frozenset(), 0.02, lambda ranks: None)
     watcher.start()
     transport.split(0)
     communicator = GuardedCommunicator(transport, layout, transport.rank, 0.1, 10.0)

@@ -33,12 +33,12 @@ class SumWork:
             raise ZeroDivisionError("as any bug would")
         self._session.injector.expect("forward", len(microbatches))
         for i in microbatches:
-            self._session.watcher.beat()
+            self._session.watchdog.beat()
             self._session.injector.enter("forward", self._forwards)
             self._forwards += 1
             for k, bucket in enumerate(self._buckets):
                 bucket.local[:] += self._step * (i + 1) * (k + 1)
-        self._session.watcher.rest()
+        self._session.watchdog.rest()
 
     def buckets(self):
         return self._buckets

@@ -28,11 +28,11 @@ def add_recovery_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     for field in fields(RecoveryConfig):
         if "help" not in field.metadata:
             continue
-        kind = str if field.default is None else type(field.default)
+        plain = str if field.default is None else type(field.default)
         group.add_argument(
             flag_name(field.name),
             dest=f"recover_{field.name}",
-            type=kind,
+            type=field.metadata.get("type", plain),
             default=field.default if field.default is not MISSING else None,
             choices=field.metadata.get("choices"),
             help=field.metadata["help"],

@@ -179,7 +179,7 @@ class Hooks:
         session, config = self._session, get_model_config(model[0])
         timers, extra = config.timers, bool(self._captured)
         self._feed.supply(microbatches, self._args.consumed_train_samples)
-        session.watcher.beat()
+        session.watchdog.beat()
         if not extra:
             for phase in ("forward", "backward"):
                 session.injector.expect(phase, len(microbatches))
@@ -189,7 +189,7 @@ class Hooks:
             losses = schedule(**{**call, "num_microbatches": len(microbatches)})
         finally:
             config.timers = timers
-        session.watcher.rest()
+        session.watchdog.rest()
         session.trace.emit(
             "fetched",
             iteration=number,
@@ -226,7 +226,7 @@ class Hooks:
         if self._microbatches is None:
             return stock(*args, **more)
         session = self._session
-        session.watcher.beat()
+        session.watchdog.beat()
         session.injector.enter("forward", self._forwards)
         self._forwards += 1
         bound = inspect.signature(stock).bind(*args, **more)

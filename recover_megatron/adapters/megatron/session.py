@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from recover_megatron.adapters.megatron.arguments import Job, read_job
+from recover_megatron.adapters.megatron.arguments import read_job
 from recover_megatron.collectives.guard import GuardedCommunicator
+from recover_megatron.collectives.watchdog import Watchdog
 from recover_megatron.collectives.watcher import Watcher
 from recover_megatron.config import RecoveryConfig
 from recover_megatron.console import Console
@@ -19,9 +21,11 @@ from recover_megatron.errors import ConfigError
 from recover_megatron.faults import parse_faults
 from recover_megatron.inject import Injector
 from recover_megatron.recovery.driver import Driver
-from recover_megatron.trace import Trace
+from recover_megatron.trace import Trace, trace_path
 from recover_megatron.workload.policy import ExactPolicy
 from recover_megatron.world import ReplicaLayout, World
+
+logger = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
 EXIT_UNRECOVERABLE = 3
@@ -38,10 +42,11 @@ class Session:
     communicator: GuardedCommunicator
     driver: Driver
     watcher: Watcher
+    watchdog: Watchdog
     injector: Injector
     trace: Trace
     console: Console | None
-    store: Any = None  # position 0 keeps the replica's TCPStore server alive
+    store: Any  # position 0 keeps the replica's TCPStore server alive
 
     @property
     def leading(self) -> bool:
@@ -55,7 +60,7 @@ class Session:
         them the watcher stops, so that no rank takes a mate's exit for a death. The leader writes
         the exit code into the run folder: mpirun's own is 0 even if every rank was killed.
         """
-        self.watcher.rest()
+        self.watchdog.rest()
         self.driver.guarded("end", lambda: None)
         self.trace.emit("finished", code=code, replicas=list(self.driver.world.replicas))
         if self.leading and self.position == 0 and self.config.trace_dir:
@@ -79,26 +84,50 @@ def start(argv: Sequence[str]) -> Session:
     job = read_job(argv)
     _check_mpirun()
     layout = job.layout(int(os.environ["OMPI_COMM_WORLD_SIZE"]))
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    replica_id, position = layout.replica_of(rank), layout.position_of(rank)
+    config, folder = job.config, job.config.trace_dir
+    trace = Trace(folder, replica_id, position)
+    trace_file = str(trace_path(folder, replica_id, position)) if folder else None
+    watchdog = Watchdog(config.hang_timeout_s, config.hang_floor_s, trace_file)
     from recover_megatron.collectives.ulfm import UlfmTransport  # starts MPI
 
     transport = UlfmTransport()
-    rank = transport.rank
-    replica_id, position = layout.replica_of(rank), layout.position_of(rank)
-    config = job.config
-    trace = Trace(config.trace_dir, replica_id, position)
-    watcher = Watcher(
-        transport,
-        frozenset(layout.ranks_of(replica_id)) - {rank},
-        config.poll_s,
-        config.hang_timeout_s,
-        lambda ranks: trace.emit("peer_failed", ranks=ranks),
-    )
-    watcher.start()
     transport.before_death = lambda reason: trace.emit("died", reason=reason)
-    console = Console(config.trace_dir, replica_id, position) if config.trace_dir else None
+    mates = frozenset(layout.ranks_of(replica_id)) - {rank}
+    seen_dead: list[int] = []  # in the order in which this rank saw them
+    watcher = Watcher(transport, mates, config.poll_s, lambda ranks: note_dead(ranks))
+
+    def note_dead(ranks: list[int]) -> None:
+        seen_dead.extend(ranks)
+        trace.emit("peer_failed", ranks=ranks)
+
+    watcher.start()
+    console = Console(folder, replica_id, position) if folder else None
     store = _own_torch_world(transport, layout, replica_id, position)
-    session = _assemble(job, layout, transport, trace, watcher, console)
-    session.store = store
+    communicator = GuardedCommunicator(
+        transport, layout, rank, config.settle_s, config.settle_limit_s
+    )
+    world = communicator.begin(World.initial(layout))
+    faults = parse_faults(config.inject, layout)
+    mine = [f for f in faults if (f.replica, f.position) == (replica_id, position)]
+    injector = Injector(mine, trace.emit)
+    driver = Driver(communicator, ExactPolicy(), world, replica_id, injector, trace.emit)
+    session = Session(
+        config,
+        layout,
+        replica_id,
+        position,
+        communicator,
+        driver,
+        watcher,
+        watchdog,
+        injector,
+        trace,
+        console,
+        store,
+    )
+    _follow_membership(session, seen_dead)
     trace.emit("started", host=socket.gethostname(), pid=os.getpid(), ranks=layout.ranks)
     return session
 
@@ -124,50 +153,33 @@ def _check_mpirun() -> None:
         )
 
 
-def _assemble(
-    job: Job,
-    layout: ReplicaLayout,
-    transport: Any,
-    trace: Trace,
-    watcher: Watcher,
-    console: Console | None,
-) -> Session:
-    config, rank = job.config, transport.rank
-    replica_id, position = layout.replica_of(rank), layout.position_of(rank)
-    mine = [
-        fault
-        for fault in parse_faults(config.inject, layout)
-        if (fault.replica, fault.position) == (replica_id, position)
-    ]
-    injector = Injector(mine, trace.emit)
-    communicator = GuardedCommunicator(
-        transport, layout, rank, config.settle_s, config.settle_limit_s
-    )
-    world = communicator.begin(World.initial(layout))
-    driver = Driver(communicator, ExactPolicy(), world, replica_id, injector, trace.emit)
-    session = Session(
-        config,
-        layout,
-        replica_id,
-        position,
-        communicator,
-        driver,
-        watcher,
-        injector,
-        trace,
-        console,
-    )
-    _lead_on_takeover(session)
-    return session
+def _follow_membership(session: Session, seen_dead: Sequence[int]) -> None:
+    """The console follows the leader, who says each membership change in one line."""
+    before = session.driver.world
 
-
-def _lead_on_takeover(session: Session) -> None:
-    def lead(world: World) -> None:
-        if session.console is not None and world.leader == session.replica_id:
+    def changed(world: World) -> None:
+        nonlocal before
+        lost = sorted(set(before.replicas) - set(world.replicas))
+        before = world
+        if not session.leading:
+            return
+        if session.console is not None:
             session.console.lead()
+        if session.position == 0:
+            first = next((r for r in seen_dead if session.layout.replica_of(r) in lost), None)
+            logger.warning(
+                "recover: lost replica %s (rank %s died first); %d of %d replicas go on, world "
+                "epoch %d",
+                ", ".join(map(str, lost)) or "none",
+                first,
+                len(world.replicas),
+                session.layout.replicas,
+                world.world_epoch,
+            )
 
-    lead(session.driver.world)
-    session.driver.on_repair(lead)
+    if session.leading and session.console is not None:
+        session.console.lead()
+    session.driver.on_repair(changed)
 
 
 def _own_torch_world(
