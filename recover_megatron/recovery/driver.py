@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from recover_megatron.errors import InvariantViolation, ReplicaLost
 from recover_megatron.recovery import machine
 from recover_megatron.recovery.snapshot import Array, Bucket
-from recover_megatron.workload.assignment import Assignment
 from recover_megatron.world import World
 
 
@@ -46,15 +44,6 @@ class Probe(Protocol):
     def leave(self, phase: str, index: int = 0) -> None: ...
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """What one committed iteration did: for the trace and for the host's log."""
-
-    assignment: Assignment
-    world: World
-    recoveries: int
-
-
 class Driver:
     """Owns the current world of one rank. Not thread-safe: the training thread alone uses it."""
 
@@ -79,7 +68,7 @@ class Driver:
         """`callback(new_world)` after every membership change, in order of registration."""
         self._on_repair.append(callback)
 
-    def run_step(self, step: int, microbatches: int, work: Work) -> StepReport:
+    def run_step(self, step: int, microbatches: int, work: Work) -> None:
         """Compute, reduce and commit exactly `microbatches` microbatches. Every live rank calls it.
 
         Returns once the whole world has agreed to commit. When peers die meanwhile, it repairs,
@@ -87,12 +76,10 @@ class Driver:
         when this rank's own replica loses a member, the process ends by SIGKILL (watcher.py).
         Raises InvariantViolation for a bug, never for a lost peer.
         """
-        recoveries = 0
         state, actions = machine.begin(self._policy, self.world, self._replica_id, microbatches)
         while state.phase is not machine.Phase.COMMITTED:
             (action,) = actions
             event = self._perform(step, state, action, work)
-            recoveries += isinstance(event, machine.Repaired)
             state, actions = machine.handle(self._policy, state, event)
         work.commit()
         self._emit(
@@ -103,7 +90,6 @@ class Driver:
             microbatches=state.assignment.committed,
             bucket_epochs=sorted(set(state.reduced_under), key=str),
         )
-        return StepReport(state.assignment, state.world, recoveries)
 
     def _perform(
         self, step: int, state: machine.State, action: machine.Action, work: Work

@@ -24,7 +24,6 @@ from recover_megatron.adapters.megatron.iteration import Iteration
 from recover_megatron.adapters.megatron.replicas import check_replicas
 from recover_megatron.adapters.megatron.session import Session
 from recover_megatron.errors import ConfigError, InvariantViolation, Unrecoverable
-from recover_megatron.recovery.driver import StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -158,11 +157,11 @@ class Hooks:
         work = Iteration(model, self._gradients, self._microbatches, passes)
         if session.console is not None:
             session.console.mark()
-        report = session.driver.run_step(number, self._microbatches, work)
+        session.driver.run_step(number, self._microbatches, work)
         self._finish_gradients(model, work)
         self._microbatches = None
         losses = work.losses()
-        self._trace(number, report, losses)
+        self._trace(number, losses)
         return losses
 
     def _run_schedule(
@@ -246,7 +245,7 @@ class Hooks:
 
         register_optimizer_step_pre_hook(inside_step)
 
-    def _trace(self, number: int, report: StepReport, losses: list[dict[str, Any]]) -> None:
+    def _trace(self, number: int, losses: list[dict[str, Any]]) -> None:
         if losses:
             values = {
                 key: float(v[0] / v[1]) if v.numel() == 2 else float(v)
@@ -292,6 +291,14 @@ class Hooks:
         return stock(*args, **more)
 
     def _save_before_stop(self, bound: dict[str, Any]) -> None:
+        """The leader saves; if it dies meanwhile, the next one saves again."""
+        driver, saved_by = self._session.driver, None
+        while saved_by != driver.world.leader:
+            saved_by = driver.world.leader
+            self._save(bound)
+            driver.guarded("save before stop", lambda: None)
+
+    def _save(self, bound: dict[str, Any]) -> None:
         self._host.training.save_checkpoint_and_time(
             bound["iteration"],
             bound["model"],

@@ -1,0 +1,116 @@
+"""The hooks replace names and restore them; gradients are cut into buckets that share memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from recover_megatron.adapters.megatron.data import MicrobatchFeed
+from recover_megatron.adapters.megatron.gradients import GradientBuckets
+from recover_megatron.adapters.megatron.replicas import fingerprint, odd_replicas
+from recover_megatron.errors import ConfigError, InvariantViolation
+from recover_megatron.recovery.snapshot import Snapshot
+
+
+def test_install_replaces_every_name_and_uninstall_restores_it():
+    from recover_megatron import pretrain
+    from recover_megatron.adapters.megatron.hooks import Hooks, Host
+
+    before = dict(vars(pretrain))
+    session = SimpleNamespace(injector=SimpleNamespace(plans=lambda phase: False))
+    hooks = Hooks(session, Host(pretrain, pretrain, (pretrain,)))
+    hooks.install()
+    changed = {name for name, value in vars(pretrain).items() if value is not before.get(name)}
+    assert {"get_forward_backward_func", "finalize_model_grads", "save_checkpoint"} <= changed
+    hooks.uninstall()
+    assert dict(vars(pretrain)) == before
+
+
+def test_a_megatron_without_a_hooked_name_is_refused_with_the_name():
+    from recover_megatron.adapters.megatron.hooks import Hooks, Host
+
+    module = SimpleNamespace(__name__="megatron.training.training")
+    session = SimpleNamespace(injector=SimpleNamespace(plans=lambda phase: False))
+    with pytest.raises(ConfigError, match="has no get_forward_backward_func"):
+        Hooks(session, Host(module, module, ())).install()
+
+
+def fake_model(grad: torch.Tensor, shards: int = 1):
+    config = SimpleNamespace(use_distributed_optimizer=shards > 1)
+    group = SimpleNamespace(
+        buckets=[SimpleNamespace(grad_data=grad)],
+        ddp_config=config,
+        intra_distributed_optimizer_instance_size=shards,
+        intra_distributed_optimizer_instance_rank=1 if shards > 1 else 0,
+    )
+    return [SimpleNamespace(bucket_groups=[group], expert_parallel_bucket_groups=[])]
+
+
+def test_float32_gradients_on_the_host_are_reduced_from_where_they_are():
+    grad = torch.arange(10.0)
+    gradients = GradientBuckets(fake_model(grad), bucket_bytes=16)
+    assert [len(b.local) for b in gradients.buckets] == [4, 4, 2]
+    grad[5] = 77.0
+    assert gradients.buckets[1].local[1] == 77.0  # no copy
+    for bucket in gradients.buckets:
+        bucket.reduced[:] = 2 * bucket.local
+    expected = 2 * grad.clone()
+    gradients.stage_out()
+    assert torch.equal(grad, expected)
+
+
+def test_bfloat16_gradients_are_reduced_in_float32_on_the_host():
+    grad = torch.arange(6, dtype=torch.bfloat16)
+    gradients = GradientBuckets(fake_model(grad), bucket_bytes=1 << 20)
+    gradients.stage_in()
+    (bucket,) = gradients.buckets
+    assert bucket.local.dtype == np.float32
+    bucket.reduced[:] = bucket.local + 1
+    gradients.stage_out()
+    assert grad.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_with_the_distributed_optimizer_only_this_ranks_shard_is_reduced():
+    gradients = GradientBuckets(fake_model(torch.arange(8.0), shards=2), bucket_bytes=1 << 20)
+    assert gradients.buckets[0].local.tolist() == [4, 5, 6, 7]
+
+
+def test_a_snapshot_outlives_the_zeroed_buffer_and_is_added_back():
+    grad = torch.arange(4.0)
+    gradients = GradientBuckets(fake_model(grad), bucket_bytes=1 << 20)
+    kept = Snapshot(gradients.buckets)
+    grad.zero_()
+    grad += 10
+    kept.add_back(gradients.buckets)
+    assert grad.tolist() == [10, 11, 12, 13]
+
+
+def test_the_feed_serves_exactly_the_assigned_microbatches():
+    feed = MicrobatchFeed()
+    loader = feed.loader(torch.arange(100), micro_batch_size=2, dp=(0, 1))
+    feed.supply([3, 0], consumed_samples=20)
+    assert [next(loader).tolist(), next(loader).tolist()] == [[26, 27], [20, 21]]
+    assert feed.fetched == {3: [26, 27], 0: [20, 21]}
+    with pytest.raises(InvariantViolation, match="not assigned"):
+        next(loader)
+    feed.supply([1], consumed_samples=20)
+    with pytest.raises(InvariantViolation, match="never asked for"):
+        feed.supply([2], consumed_samples=20)
+
+
+def test_the_odd_replica_is_named_by_majority():
+    assert odd_replicas({0: 5, 1: 5, 3: 6}) == [3]
+    assert odd_replicas({0: 6, 1: 5, 3: 5}) == [0]
+    assert odd_replicas({0: 5, 1: 5}) == []
+    assert odd_replicas({0: 5, 1: 6}) == [1]  # a tie: the lowest replica's counts
+
+
+def test_a_fingerprint_sees_a_single_bit():
+    model = [torch.nn.Linear(4, 4)]
+    before = fingerprint(model)
+    assert fingerprint(model) == before
+    model[0].weight.data.view(torch.int32)[2, 1] ^= 1
+    assert fingerprint(model) != before
