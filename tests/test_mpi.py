@@ -96,8 +96,10 @@ def test_the_console_says_who_was_lost(drive, run, tmp_path):
     assert "lost replica 0 (rank 1 died first); 2 of 3 replicas go on, world epoch 1" in console
 
 
-def test_an_exception_in_one_rank_loses_its_replica_only(drive, monkeypatch):
-    monkeypatch.setenv("RAISE_AT", "1.1@3")
+@pytest.mark.parametrize("step", [0, 3])
+def test_an_exception_in_one_rank_loses_its_replica_only(drive, monkeypatch, step):
+    """In an iteration, and before the first one."""
+    monkeypatch.setenv("RAISE_AT", f"1.1@{step}")
     record = drive(3, "")
     assert record.survivors == [0, 2]
     assert "ZeroDivisionError" in (record.directory / "log.r1.p1.txt").read_text()

@@ -28,9 +28,7 @@ class SumWork:
         ]
 
     def compute(self, microbatches):
-        me = f"{self._session.replica_id}.{self._session.position}@{self._step}"
-        if os.environ.get("RAISE_AT") == me:
-            raise ZeroDivisionError("as any bug would")
+        raise_if_asked(self._session, self._step)
         self._session.injector.expect("forward", len(microbatches))
         for i in microbatches:
             self._session.watchdog.beat()
@@ -50,8 +48,14 @@ class SumWork:
         self._session.injector.enter("optimizer")
 
 
+def raise_if_asked(session, step: int) -> None:
+    if os.environ.get("RAISE_AT") == f"{session.replica_id}.{session.position}@{step}":
+        raise ZeroDivisionError("as any bug would")
+
+
 def main() -> None:
     session = start(sys.argv[1:])
+    raise_if_asked(session, 0)
     for step in range(1, STEPS + 1):
         session.injector.begin(step)
         session.injector.expect("sync", BUCKETS)
