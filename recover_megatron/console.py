@@ -15,9 +15,10 @@ from pathlib import Path
 class Console:
     """Redirects file descriptors 1 and 2 of this process to `directory/log.rR.pP.txt`.
 
-    While leading, a thread copies what is new in the file to the former standard output. A replica
-    that comes to lead starts with what it wrote since its last `mark()`, so that no line of the
-    iteration in progress is missing (one may come twice).
+    While leading, what is new in the file is copied to the former standard output: by a thread, and
+    before each iteration. So when an iteration has been committed, all that the leader had written
+    before it began is on the console. A replica that comes to lead starts with its own output from
+    there: no line is lost, some may come twice.
     """
 
     def __init__(self, directory: str, replica_id: int, position: int):
@@ -33,19 +34,24 @@ class Console:
             with contextlib.suppress(AttributeError):
                 stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         self._reader = open(self.path, "rb")  # noqa: SIM115  lives as long as the process
-        self._mark = 0
+        self._begun = self._mark = 0  # file offsets
         self._leading = False
+        self._echoing = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recover-console", daemon=True)
         self._thread.start()
 
-    def mark(self) -> None:
-        """What was written until now has been seen to be committed by the whole job."""
-        if not self._leading:
-            self._mark = os.fstat(self._reader.fileno()).st_size
+    def begin(self) -> None:
+        """An iteration begins."""
+        self._begun = os.fstat(self._reader.fileno()).st_size
+        self._echo()
+
+    def committed(self) -> None:
+        """The iteration that began last has been committed by the whole job."""
+        self._mark = self._begun
 
     def lead(self) -> None:
-        """From now on, and from the last mark on, this rank's output is the job's."""
+        """From now on this rank's output is the job's."""
         if not self._leading:
             self._reader.seek(self._mark)
             self._leading = True
@@ -61,6 +67,10 @@ class Console:
         ended = False
         while not ended:
             ended = self._stop.wait(0.1)
+            self._echo()
+
+    def _echo(self) -> None:
+        with self._echoing:
             if self._leading and (text := self._reader.read()):
                 with contextlib.suppress(OSError):  # the console may be gone; the file is not
                     os.write(self._terminal, text)

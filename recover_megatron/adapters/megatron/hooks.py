@@ -156,8 +156,10 @@ class Hooks:
         passes = functools.partial(self._run_schedule, schedule, call, model, number)
         work = Iteration(model, self._gradients, self._microbatches, passes)
         if session.console is not None:
-            session.console.mark()
+            session.console.begin()
         session.driver.run_step(number, self._microbatches, work)
+        if session.console is not None:
+            session.console.committed()
         self._finish_gradients(model, work)
         self._microbatches = None
         losses = work.losses()
