@@ -3,13 +3,14 @@
     SPEC   = ITEM { "," ITEM }
     ITEM   = [ KIND ":" ] REPLICA "." POSITION "@" ITERATION ":" PHASE [ "." INDEX ]
            | "random:" FIELD { ":" FIELD }        FIELD = every=K | seed=S | count=N | phase=PHASE
-    KIND   = kill (SIGKILL) | hang (the training thread sleeps for ever) | hold (it keeps Python's
-             lock, too) | stop (SIGSTOP)
-    PHASE  = forward | backward | sync | commit | optimizer | repair
+    KIND   = kill (SIGKILL) | nan (one gradient value; phase gradient only)
+           | hang (the training thread sleeps) | hold (it keeps Python's lock, too) | stop (SIGSTOP)
+    PHASE  = forward | backward | gradient | sync | commit | optimizer | repair
 
 `2.0@7:sync.3` kills position 0 of replica 2 in iteration 7 (as Megatron logs it, from 1) in the
 middle of the all-reduce of bucket 3; `forward.1` and `backward.1` mean that rank's second
-microbatch of the iteration; `commit` is just before the agreement, `optimizer` inside
+microbatch of the iteration; `gradient` is when the K-th pass over microbatches is done (0, or 1 for
+what a lost replica owed); `commit` is just before the agreement, `optimizer` inside
 `optimizer.step()`, `repair` when the rank starts to repair the loss of another replica.
 `random:seed=1:every=5:count=4` loses one replica in each of the first four intervals of five
 iterations, the iteration inside the interval, replica, position, phase and index drawn from the
@@ -26,10 +27,10 @@ from dataclasses import dataclass
 from recover_megatron.errors import ConfigError
 from recover_megatron.world import ReplicaLayout
 
-PHASES = ("forward", "backward", "sync", "commit", "optimizer", "repair")
-INDEXED_PHASES = ("forward", "backward", "sync")
+PHASES = ("forward", "backward", "gradient", "sync", "commit", "optimizer", "repair")
+INDEXED_PHASES = ("forward", "backward", "gradient", "sync")
 HANGS = ("hang", "hold", "stop")
-KINDS = ("kill", *HANGS)
+KINDS = ("kill", "nan", *HANGS)
 HANG_PHASES = ("forward", "backward")  # the watchdog looks at a rank while it computes
 RANDOM_PHASES = ("forward", "backward", "sync", "commit", "optimizer")
 
@@ -91,6 +92,7 @@ def _single(item: str, layout: ReplicaLayout) -> Iterator[Fault]:
         item,
         f"a {kind} in {phase!r} would not be found; use {' or '.join(HANG_PHASES)}",
     )
+    _expect(kind != "nan" or phase == "gradient", item, "only a gradient can become nan")
     _expect(
         match["index"] is None or phase in INDEXED_PHASES,
         item,

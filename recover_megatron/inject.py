@@ -24,6 +24,7 @@ class Injector:
         self._entered: dict[int, float] = {}
         self._took: dict[int, float] = {}
         self._armed: Fault | None = None
+        self.make_nan: Callable[[], None] = lambda: None  # set by the owner of the gradient
 
     def plans(self, phase: str) -> bool:
         return any(fault.phase == phase for fault in self._faults)
@@ -43,7 +44,7 @@ class Injector:
             return
         self._entered[index] = time.monotonic()
         last = self._count.get(phase, 1) - 1
-        for fault in self._faults:
+        for fault in list(self._faults):
             here = fault.iteration == self._iteration and fault.phase == phase
             if here and min(fault.index, last) == index:
                 if phase == "sync" and fault.kind == "kill":
@@ -69,6 +70,10 @@ class Injector:
 
     def _fire(self, fault: Fault) -> None:
         self._emit("fault", iteration=fault.iteration, phase=fault.phase, fault=str(fault))
+        if fault.kind == "nan":
+            self._faults.remove(fault)
+            self.make_nan()
+            return
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.kind == "stop":

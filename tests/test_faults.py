@@ -79,6 +79,7 @@ def test_a_random_schedule_can_be_held_to_one_phase():
         ("melt:1.0@3:sync", "kind 'melt'"),
         ("1.0@3:commit.4", "takes no index"),
         ("hang:1.0@3:commit", "a hang in 'commit' would not be found"),
+        ("nan:1.0@3:sync.1", "only a gradient can become nan"),
         ("stop:1.0@3:sync.1", "a stop in 'sync' would not be found"),
         ("random:seed=x", "field 'seed=x'"),
         ("random:phase=lunch", "lunch"),

@@ -120,6 +120,28 @@ def test_too_few_replicas_leave_a_checkpoint_from_which_fewer_go_on(
         assert loss == pytest.approx(plain.losses[iteration], abs=LOSS_LIMIT)
 
 
+def test_a_nan_in_one_replica_loses_that_replica_only(train, data_prefix, script):
+    job = Rehearsal(data_prefix, 4, 6, script=script)
+    plain = train.plain(job)
+    log, record = train.recovered(job, 3, "--recover-inject", "nan:1.0@2:gradient")
+    assert_same_training(log, plain)
+    assert record.survivors == [0, 2]
+    assert "found NaN" in (record.directory / "log.r1.p0.txt").read_text()
+
+
+def test_the_same_nan_on_a_second_replica_stops_the_job_with_the_samples(
+    run, tmp_path, data_prefix, script
+):
+    """Microbatches 2 and 3 of 6 are replica 1's; replica 2 computes one of them again."""
+    job = Rehearsal(data_prefix, 4, 6, pp=2, script=script)
+    faults = "nan:1.1@2:gradient,nan:2.0@2:gradient.1"
+    code, output = run(job.recover(3, tmp_path / "run", *OPTIONS, "--recover-inject", faults))
+    assert code == EXIT_UNRECOVERABLE, output
+    assert "NaN or infinity in microbatches [2, 3] on a second replica" in output
+    assert "Look at samples [8, 9]; iteration 1 is the last that was committed" in output
+    assert RunRecord(tmp_path / "run").survivors == [0, 2]
+
+
 @pytest.mark.timeout(600)
 def test_random_kills_in_any_phase(run, tmp_path):
     stress = Path(__file__).resolve().parent.parent / "scripts" / "stress.py"

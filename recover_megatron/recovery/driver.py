@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from recover_megatron.errors import InvariantViolation, ReplicaLost
 from recover_megatron.recovery import machine
 from recover_megatron.recovery.snapshot import Array, Bucket
+from recover_megatron.workload.policy import moved
 from recover_megatron.world import World
 
 
@@ -62,6 +63,7 @@ class Driver:
         self._replica_id = replica_id
         self._probe = probe
         self._emit = emit
+        self.reassigned: tuple[int, ...] = ()  # microbatches of this step that changed hands
         self._on_repair: list[Callable[[World], None]] = []
 
     def on_repair(self, callback: Callable[[World], None]) -> None:
@@ -77,10 +79,14 @@ class Driver:
         Raises InvariantViolation for a bug, never for a lost peer.
         """
         state, actions = machine.begin(self._policy, self.world, self._replica_id, microbatches)
+        planned = state.assignment
         while state.phase is not machine.Phase.COMMITTED:
             (action,) = actions
             event = self._perform(step, state, action, work)
             state, actions = machine.handle(self._policy, state, event)
+        self.reassigned = tuple(
+            sorted(i for r in state.world.replicas for i in moved(planned, state.assignment, r))
+        )
         work.commit()
         self._emit(
             "committed",

@@ -32,6 +32,10 @@ class GradientBuckets:
             local = (view if host is None else host).numpy()
             self.buckets.append(Bucket(local, torch.empty(view.numel()).numpy()))
 
+    def make_nan(self) -> None:
+        """Fault injection: one value of the local gradient becomes NaN."""
+        self._views[0][0] = torch.nan
+
     def stage_in(self) -> None:
         """Device to host: after a backward pass, before a reduction."""
         for view, host in zip(self._views, self._hosts, strict=True):

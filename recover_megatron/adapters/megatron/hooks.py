@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -21,9 +22,10 @@ from recover_megatron.adapters.megatron.arguments import add_recovery_arguments,
 from recover_megatron.adapters.megatron.data import MicrobatchFeed
 from recover_megatron.adapters.megatron.gradients import GradientBuckets
 from recover_megatron.adapters.megatron.iteration import Iteration
-from recover_megatron.adapters.megatron.replicas import check_replicas
+from recover_megatron.adapters.megatron.replicas import any_in_replica, check_replicas
 from recover_megatron.adapters.megatron.session import Session
 from recover_megatron.errors import ConfigError, InvariantViolation, Unrecoverable
+from recover_megatron.workload.samples import sample_ids
 
 logger = logging.getLogger(__name__)
 
@@ -148,25 +150,29 @@ class Hooks:
         model = call["model"] if isinstance(call["model"], list) else [call["model"]]
         if self._gradients is None:
             self._gradients = GradientBuckets(model, session.config.bucket_bytes)
+            session.injector.make_nan = self._gradients.make_nan
         self._microbatches = call["num_microbatches"]
         self._forwards = self._backwards = 0
         number = self._args.curr_iteration + 1  # as Megatron logs it
         session.injector.begin(number)
         session.injector.expect("sync", len(self._gradients.buckets))
-        passes = functools.partial(self._run_schedule, schedule, call, model, number)
-        work = Iteration(model, self._gradients, self._microbatches, passes)
+        session.injector.expect("gradient", 2)  # the first pass, and what a lost replica owed
+        run_pass = functools.partial(self._run_pass, schedule, call, model, number)
+        work = Iteration(model, self._gradients, self._microbatches, run_pass, any_in_replica)
         if session.console is not None:
             session.console.begin()
         session.driver.run_step(number, self._microbatches, work)
         if session.console is not None:
             session.console.committed()
+        if work.poisoned:
+            raise Unrecoverable(self._poisoned(number))
         self._finish_gradients(model, work)
         self._microbatches = None
         losses = work.losses()
         self._trace(number, losses)
         return losses
 
-    def _run_schedule(
+    def _run_pass(
         self,
         schedule: Callable[..., Any],
         call: dict[str, Any],
@@ -174,22 +180,18 @@ class Hooks:
         number: int,
         microbatches: Sequence[int],
     ) -> tuple[list[dict[str, torch.Tensor]], float]:
-        """One pass of the stock schedule over these ids; timers run in the first pass only."""
-        from megatron.core.utils import get_model_config
-
-        session, config = self._session, get_model_config(model[0])
-        timers, extra = config.timers, bool(self._captured)
+        """One pass of the stock schedule over these ids, and the gradient sync in the replica."""
+        session, extra = self._session, bool(self._captured)
         self._feed.supply(microbatches, self._args.consumed_train_samples)
         session.watchdog.beat()
         if not extra:
             for phase in ("forward", "backward"):
                 session.injector.expect(phase, len(microbatches))
-        else:
-            config.timers = None  # a timer asserts when it is started twice in an iteration
-        try:
+        with self._extra_pass(model) if extra else contextlib.nullcontext():
             losses = schedule(**{**call, "num_microbatches": len(microbatches)})
-        finally:
-            config.timers = timers
+            session.injector.enter("gradient", int(extra))
+            for chunk in model:
+                chunk.finish_grad_sync()  # a group of one rank by default
         session.watchdog.rest()
         session.trace.emit(
             "fetched",
@@ -199,6 +201,48 @@ class Hooks:
         )
         tokens = self._captured.get("num_tokens")
         return losses, 0.0 if tokens is None else float(tokens)
+
+    @contextlib.contextmanager
+    def _extra_pass(self, model: list[Any]) -> Iterator[None]:
+        """No timers, which assert when they are started twice in an iteration; and no NaN checks,
+        which raise in the middle of the pipeline: Iteration looks for NaN itself."""
+        from megatron.core.utils import get_model_config
+
+        settings: list[tuple[Any, str, Any]] = [
+            (get_model_config(model[0]), "timers", None),
+            (self._args, "check_for_nan_in_loss_and_grad", False),
+        ]
+        settings += [(chunk.ddp_config, "check_for_nan_in_grad", False) for chunk in model]
+        settings = [s for s in settings if hasattr(s[0], s[1])]
+        before = [getattr(owner, name) for owner, name, _ in settings]
+        for owner, name, value in settings:
+            setattr(owner, name, value)
+        try:
+            yield
+        finally:
+            for (owner, name, _), value in zip(settings, before, strict=True):
+                setattr(owner, name, value)
+
+    def _poisoned(self, number: int) -> str:
+        again = self._session.driver.reassigned
+        dp_size = self._args.data_parallel_size
+        samples = [
+            sample
+            for microbatch in again
+            for dp_rank in range(dp_size)
+            for sample in sample_ids(
+                self._args.consumed_train_samples,
+                microbatch,
+                self._args.micro_batch_size,
+                dp_rank,
+                dp_size,
+            )
+        ]
+        return (
+            f"iteration {number}: NaN or infinity in microbatches {list(again)} on a second "
+            "replica, after the first was lost: the data or the model is at fault, not the "
+            f"hardware. Look at samples {samples}; iteration {number - 1} is the last that was committed"
+        )
 
     def _finalize_model_grads(
         self, stock: Callable[..., Any], model: Any, num_tokens: Any = None, *args: Any, **more: Any

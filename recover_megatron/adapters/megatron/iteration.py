@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +17,13 @@ from recover_megatron.recovery.snapshot import Bucket, Snapshot
 class Iteration:
     """Runs the stock schedule for whatever microbatches this replica is given.
 
-    `run_schedule(ids)` runs Megatron's own forward-backward schedule over those ids and returns
-    its list of loss dicts (empty but on the last pipeline stage) and the number of tokens.
+    `run_pass(ids)` runs Megatron's own forward-backward schedule over those ids and its gradient
+    sync inside the replica, and returns the list of loss dicts (empty but on the last pipeline
+    stage) and the number of tokens. `any_in_replica(flag)` is a logical or over the replica.
+
+    A NaN in a first pass ends the replica by Megatron's own check. A NaN in microbatches that a
+    lost replica owed is the second one: the fault is not the hardware's. It must end the whole job,
+    not one replica after the other, so it travels in the reduction (`poisoned`).
 
     Beside the gradient one small float64 bucket travels: the number of microbatches, of tokens,
     and the sum of each reported loss. Its first element makes the reduction itself count what is
@@ -29,12 +35,15 @@ class Iteration:
         model: Sequence[Any],
         gradients: GradientBuckets,
         microbatches: int,
-        run_schedule: Callable[[Sequence[int]], tuple[list[dict[str, torch.Tensor]], float]],
+        run_pass: Callable[[Sequence[int]], tuple[list[dict[str, torch.Tensor]], float]],
+        any_in_replica: Callable[[bool], bool],
     ):
         self._model = model
         self._gradients = gradients
         self._microbatches = microbatches
-        self._run_schedule = run_schedule
+        self._run_pass = run_pass
+        self._any_in_replica = any_in_replica
+        self._not_finite = False
         self._started = False
         self._sums: dict[str, torch.Tensor] = {}  # float64, summed over this replica's microbatches
         self._computed = 0
@@ -50,11 +59,12 @@ class Iteration:
         if kept is not None:
             for chunk in self._model:
                 chunk.zero_grad_buffer()
-        losses, tokens = self._run_schedule(microbatches)
-        for chunk in self._model:
-            chunk.finish_grad_sync()  # inside the replica; a group of one rank by default
+        losses, tokens = self._run_pass(microbatches)
         self._gradients.stage_in()
         if kept is not None:
+            finite = all(np.isfinite(bucket.local).all() for bucket in self._gradients.buckets)
+            finite = finite and all(v.isfinite().all() for loss in losses for v in loss.values())
+            self._not_finite |= self._any_in_replica(not finite)
             kept.add_back(self._gradients.buckets)
         self._started = True
         self._add_statistics(losses, tokens, len(microbatches))
@@ -64,6 +74,8 @@ class Iteration:
 
     def commit(self) -> None:
         self._gradients.stage_out()
+        if self.poisoned:
+            return
         committed = int(self._statistics.reduced[0])
         if committed != self._microbatches:
             raise InvariantViolation(
@@ -71,6 +83,12 @@ class Iteration:
             )
 
     # --- after the commit ----------------------------------------------------------------------
+
+    @property
+    def poisoned(self) -> bool:
+        """A replica found NaN or infinity in microbatches that it computed for a lost one. The same
+        at every rank of the job."""
+        return bool(np.isnan(self._statistics.reduced[0]))
 
     @property
     def tokens(self) -> int:
@@ -92,15 +110,16 @@ class Iteration:
         return [result]
 
     def _add_statistics(
-        self, losses: list[dict[str, torch.Tensor]], tokens: float, count: int
+        self, losses: list[dict[str, torch.Tensor]], tokens: float, microbatches: int
     ) -> None:
         for loss in losses:
             for key in sorted(loss):
                 value = loss[key].detach().view(-1).double().cpu()
                 self._sums[key] = self._sums.get(key, torch.zeros_like(value)) + value
-        self._computed += count
+        self._computed += microbatches
         self._tokens += tokens
-        values = [float(self._computed), self._tokens]
+        count = math.nan if self._not_finite else float(self._computed)
+        values = [count, self._tokens]
         for key in self._sums:
             values.extend(self._sums[key].tolist())
         self._statistics = _statistics_bucket(len(values))

@@ -33,6 +33,13 @@ def odd_replicas(prints: dict[int, int]) -> list[int]:
     return sorted(replica for replica, p in prints.items() if p != usual)
 
 
+def any_in_replica(flag: bool) -> bool:
+    """Logical or over the ranks of this replica, which all call it."""
+    found = torch.tensor([int(flag)], dtype=torch.int32, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+    return bool(found.item())
+
+
 def check_replicas(
     driver: Driver,
     communicator: Communicator,
