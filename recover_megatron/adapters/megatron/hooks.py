@@ -241,7 +241,8 @@ class Hooks:
         return (
             f"iteration {number}: NaN or infinity in microbatches {list(again)} on a second "
             "replica, after the first was lost: the data or the model is at fault, not the "
-            f"hardware. Look at samples {samples}; iteration {number - 1} is the last that was committed"
+            f"hardware. Look at samples {samples}; iteration {number - 1} is the last that was "
+            "committed"
         )
 
     def _finalize_model_grads(
