@@ -225,19 +225,10 @@ class Hooks:
 
     def _poisoned(self, number: int) -> str:
         again = self._session.driver.reassigned
-        dp_size = self._args.data_parallel_size
-        samples = [
-            sample
-            for microbatch in again
-            for dp_rank in range(dp_size)
-            for sample in sample_ids(
-                self._args.consumed_train_samples,
-                microbatch,
-                self._args.micro_batch_size,
-                dp_rank,
-                dp_size,
-            )
-        ]
+        args = self._args
+        size = args.micro_batch_size * args.data_parallel_size  # over the replica's own ranks
+        ranges = (sample_ids(args.consumed_train_samples, i, size) for i in again)
+        samples = [sample for ids in ranges for sample in ids]
         return (
             f"iteration {number}: NaN or infinity in microbatches {list(again)} on a second "
             "replica, after the first was lost: the data or the model is at fault, not the "
