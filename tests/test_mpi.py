@@ -77,7 +77,7 @@ def test_two_replicas_lost_in_the_same_bucket_are_absorbed(drive):
 @pytest.mark.parametrize("kind", ["hang", "hold", "stop"])
 def test_a_hung_rank_is_ended_by_its_watchdog(drive, kind):
     """Asleep, asleep with Python's lock, or stopped as a whole."""
-    record = drive(3, f"{kind}:1.1@3:forward.1", "--recover-hang-timeout", "2")
+    record = drive(3, f"{kind}:1.1@3:forward.1", "--recover-hang-timeout", "5")
     assert record.survivors == [0, 2]
     (death,) = [e for e in record.of("died") if (e["replica"], e["position"]) == (1, 1)]
     assert "no progress" in death["reason"]
@@ -86,8 +86,8 @@ def test_a_hung_rank_is_ended_by_its_watchdog(drive, kind):
 
 
 def test_ranks_that_wait_for_a_hung_one_are_not_taken_for_hung(drive):
-    record = drive(2, "hang:1.1@8:forward.0", "--recover-hang-timeout", "3")
-    assert record.survivors == [0]  # its peers waited 3 s in a collective, and live
+    record = drive(2, "hang:1.1@8:forward.0", "--recover-hang-timeout", "5")
+    assert record.survivors == [0]  # its peers waited 5 s in a collective, and live
 
 
 def test_the_console_says_who_was_lost(drive, run, tmp_path):
