@@ -143,3 +143,21 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_an_unspecific_error_counts_as_a_loss_only_where_a_lost_member_is_known(run):
+    code = (
+        "import os\n"
+        "from recover_megatron.collectives import ulfm\n"
+        "error = ulfm.MPI.Exception(ulfm.MPI.ERR_OTHER)\n"
+        "print(type(ulfm._lost(error, 'all_reduce', lost_is_known=True)).__name__)\n"
+        "try:\n"
+        "    ulfm._lost(error, 'all_reduce')\n"
+        "except ulfm.MPI.Exception:\n"
+        "    print('raised', flush=True)\n"
+        "os._exit(0)"
+    )
+    words = ["--recover", "--micro-batch-size", "1", "--global-batch-size", "1"]
+    command = mpirun("driver_job.py", 1, words)
+    python = command.index(sys.executable)
+    assert run([*command[: python + 1], "-c", code]) == (0, "ReplicaLost\nraised\n")

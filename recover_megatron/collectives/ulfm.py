@@ -62,7 +62,9 @@ class UlfmTransport:
         try:
             self._wait(self._group.Iallreduce(send, receive, _OPS[op]))
         except MPI.Exception as error:
-            raise _lost(error, "all_reduce") from None
+            # A non-blocking collective that cannot post to a dead peer says MPI_ERR_OTHER.
+            known = self._group.Is_revoked() or self._group.Get_failed().Get_size() > 0
+            raise _lost(error, "all_reduce", lost_is_known=known) from None
 
     def agree(self, vote: bool) -> bool:
         flag = np.array([vote], dtype=np.int32)
@@ -132,8 +134,10 @@ class UlfmTransport:
         return tuple(MPI.Group.Translate_ranks(group, members, self._initial))
 
 
-def _lost(error: MPI.Exception, call: str) -> ReplicaLost:
-    """ReplicaLost for a failure class; any other MPI error is a bug and is raised as it is."""
-    if error.Get_error_class() not in _FAILURE_CLASSES:
+def _lost(error: MPI.Exception, call: str, lost_is_known: bool = False) -> ReplicaLost:
+    """ReplicaLost for a failure class, or for MPI_ERR_OTHER where a lost member is known; any other
+    MPI error is a bug and is raised as it is."""
+    kind = error.Get_error_class()
+    if kind not in _FAILURE_CLASSES and not (kind == MPI.ERR_OTHER and lost_is_known):
         raise error
     return ReplicaLost(f"{call}: {error.Get_error_string()} on {socket.gethostname()}")
