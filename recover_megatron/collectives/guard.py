@@ -81,15 +81,12 @@ class GuardedCommunicator:
         a mate that cannot die at once; shrink then waits for it, or the next round finds it.
         """
         limit = time.monotonic() + self._settle_limit_s
+        # The dead of earlier repairs are in the set too, as whole replicas.
         dead, since = self._transport.failed(), time.monotonic()
         while (now := time.monotonic()) < limit:
-            if now - since >= self._settle_s and self._whole_replicas_only(dead):
+            if now - since >= self._settle_s and self._layout.only_whole(dead):
                 return
             time.sleep(0.005)
             seen = self._transport.failed()
             if seen != dead:
                 dead, since = seen, time.monotonic()
-
-    def _whole_replicas_only(self, dead: frozenset[int]) -> bool:
-        # The dead of earlier repairs are in the set too, as whole replicas.
-        return self._layout.only_whole(dead)

@@ -6,7 +6,6 @@ the initial world (world.ReplicaLayout).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
 Array = Any  # numpy.ndarray
@@ -50,6 +49,3 @@ def check_pair(send: Array, receive: Array) -> None:
             f"all_reduce needs equal shapes and dtypes, got {send.shape} {send.dtype} and "
             f"{receive.shape} {receive.dtype}"
         )
-
-
-OPS: Sequence[str] = ("sum", "min", "max")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from recover_megatron.errors import ConfigError
-from recover_megatron.tools.launch import MPI_SETTINGS, find_mpirun
+from recover_megatron.tools.launch import find_mpirun, mpirun_prefix
 
 EXPECTED = {
     "torch": "2.13.0",
@@ -88,13 +87,9 @@ def _survival() -> Finding:
     """Kills one process of a small job for real, and asks the others what they saw."""
     what = "ULFM: three processes, one killed"
     try:
-        command = [find_mpirun(), "--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none"]
+        command = mpirun_prefix()
     except ConfigError as error:
         return Finding(what, "not tried", str(error))
-    if os.geteuid() == 0:
-        command.append("--allow-run-as-root")
-    for name, value in MPI_SETTINGS:
-        command += ["--mca", name, value]
     command += ["-n", "3", sys.executable, str(_JOB)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)

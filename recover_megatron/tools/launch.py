@@ -75,15 +75,21 @@ def mpirun_command(
     job: Job, replicas: int, script: Sequence[str], hostfile: str | None = None
 ) -> list[str]:
     """The words of the mpirun line, to be run without a shell."""
+    command = mpirun_prefix()
+    if hostfile:
+        command += ["--hostfile", hostfile]
+    ranks = replicas * job.ranks_per_replica
+    return [*command, "-n", str(ranks), sys.executable, "-m", "recover_megatron", *script]
+
+
+def mpirun_prefix() -> list[str]:
+    """mpirun with what keeps a job alive, up to the number of ranks."""
     command = [find_mpirun(), "--with-ft", "ulfm", "--bind-to", "none", "--oversubscribe"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-run-as-root")
     for name, value in MPI_SETTINGS:
         command += ["--mca", name, value]
-    if hostfile:
-        command += ["--hostfile", hostfile]
-    ranks = replicas * job.ranks_per_replica
-    return [*command, "-n", str(ranks), sys.executable, "-m", "recover_megatron", *script]
+    return command
 
 
 def find_mpirun() -> str:

@@ -96,12 +96,12 @@ def start(argv: Sequence[str]) -> Session:
     transport.before_death = lambda reason: trace.emit("died", reason=reason)
     mates = frozenset(layout.ranks_of(replica_id)) - {rank}
     seen_dead: list[int] = []  # in the order in which this rank saw them
-    watcher = Watcher(transport, mates, config.poll_s, lambda ranks: note_dead(ranks))
 
     def note_dead(ranks: list[int]) -> None:
         seen_dead.extend(ranks)
         trace.emit("peer_failed", ranks=ranks)
 
+    watcher = Watcher(transport, mates, config.poll_s, note_dead)
     watcher.start()
     console = Console(folder, replica_id, position) if folder else None
     store = _own_torch_world(transport, layout, replica_id, position)
