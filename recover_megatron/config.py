@@ -11,7 +11,7 @@ from typing import Any
 
 from recover_megatron.errors import ConfigError
 
-POLICIES = ("exact",)
+POLICIES = ("exact", "versatile")
 
 
 def _flag(default: Any, help: str, **metadata: Any) -> Any:
@@ -24,8 +24,9 @@ class RecoveryConfig:
 
     policy: str = _flag(
         "exact",
-        "who computes what after a loss: 'exact' recomputes the lost replica's own samples",
-        choices=("exact", "versatile"),
+        "who computes what after a loss: 'exact' recomputes the lost replica's own samples, "
+        "'versatile' (the paper's) lets spares stand in, on samples of the survivors' own streams",
+        choices=POLICIES,
     )
     min_replicas: int = _flag(
         1, "fewer live replicas than this: save a checkpoint and stop with an error (needs --save)"
@@ -61,7 +62,7 @@ class RecoveryConfig:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(
-                f"--recover-policy {self.policy!r} is not available yet; use {', '.join(POLICIES)}"
+                f"--recover-policy must be one of {', '.join(POLICIES)}, got {self.policy!r}"
             )
         for name, least in (
             ("min_replicas", 1),

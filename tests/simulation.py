@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from recover_megatron.collectives.guard import GuardedCommunicator
@@ -9,41 +11,59 @@ from recover_megatron.collectives.scripted import Death, ScriptedJob, ScriptedTr
 from recover_megatron.inject import Injector
 from recover_megatron.recovery.driver import Driver
 from recover_megatron.recovery.snapshot import Bucket
-from recover_megatron.workload.policy import ExactPolicy
+from recover_megatron.workload.policy import make_policy
+from recover_megatron.workload.samples import Streams
 from recover_megatron.world import ReplicaLayout, World
 
 MICROBATCHES, BUCKETS = 7, 2
 
 
 class CountingWork:
-    """Its gradient counts by microbatch id how often each was computed: a right commit is all 1."""
+    """Its gradient counts how often each microbatch was computed: by id, or, with streams, by its
+    number in the dataset. It counts in units of the step, as a gradient of another step's weights
+    is another gradient. A right commit holds B times one unit."""
 
-    def __init__(self, log: list[np.ndarray]):
-        self._buckets = [
-            Bucket(np.zeros(MICROBATCHES), np.zeros(MICROBATCHES)) for _ in range(BUCKETS)
-        ]
+    SIZE = 64  # more than any stream reaches in the steps of a simulation
+
+    def __init__(self, log: list[np.ndarray], step: int, streams: Streams | None, replica: int):
+        self._buckets = [Bucket(np.zeros(self.SIZE), np.zeros(self.SIZE)) for _ in range(BUCKETS)]
         self._log = log
+        self._unit = step + 1.0
+        self._streams, self._replica, self._offset = streams, replica, 0
 
     def compute(self, microbatches):
+        numbers = list(microbatches)
+        if self._streams is not None:
+            offsets = range(self._offset, self._offset + len(numbers))
+            numbers = [self._streams.microbatch(self._replica, k) for k in offsets]
+            self._offset = offsets.stop
         for bucket in self._buckets:
-            bucket.local[list(microbatches)] += 1
+            bucket.local[numbers] += self._unit
 
     def buckets(self):
         return self._buckets
 
     def commit(self):
-        self._log.append(np.array([bucket.reduced.copy() for bucket in self._buckets]))
+        self._log.append(np.array([bucket.reduced / self._unit for bucket in self._buckets]))
 
 
-def simulate(
-    layout: ReplicaLayout,
-    deaths: dict[int, Death],
-    seed: int,
-    together: bool = False,
-    steps: int = 2,
-):
+@dataclass(frozen=True)
+class Schedule:
+    """One simulated job: who dies where, and a seed for all that is left to chance."""
+
+    layout: ReplicaLayout
+    deaths: dict[int, Death]
+    seed: int
+    together: bool = False
+    steps: int = 2
+    policy: str = "exact"
+    microbatches: int = MICROBATCHES
+
+
+def simulate(schedule: Schedule):
     """Runs the job; returns the job and, by surviving rank, (final world, commits)."""
-    job = ScriptedJob(layout, deaths, seed, together)
+    layout, replicas = schedule.layout, schedule.layout.replicas
+    job = ScriptedJob(layout, schedule.deaths, schedule.seed, schedule.together)
 
     def rank_main(transport: ScriptedTransport):
         def emit(event, **facts):
@@ -54,45 +74,44 @@ def simulate(
                 lost = " ".join(f"r{r}" for r in facts["replicas_lost"])
                 job.say(transport.rank, f"world epoch {facts['world_epoch']}, lost {lost}")
 
+        replica = layout.replica_of(transport.rank)
         communicator = GuardedCommunicator(transport, layout, transport.rank, 1e-9, 1e-9)
         world = communicator.begin(World.initial(layout))
-        driver = Driver(
-            communicator,
-            ExactPolicy(),
-            world,
-            layout.replica_of(transport.rank),
-            Injector([], emit),
-            emit,
-        )
+        policy = make_policy(schedule.policy)
+        driver = Driver(communicator, policy, world, replica, Injector([], emit), emit)
+        streams = Streams.after(0, replicas) if schedule.policy == "versatile" else None
         commits: list[np.ndarray] = []
-        for step in range(steps):
-            driver.run_step(step, MICROBATCHES, CountingWork(commits))
-        return driver.world, commits
+        for step in range(schedule.steps):
+            work = CountingWork(commits, step, streams, replica)
+            assignment = driver.run_step(step, schedule.microbatches, work)
+            streams = streams.committed(assignment) if streams else None
+        return driver.world, commits, streams
 
     return job, job.run(rank_main)
 
 
-def check(
-    layout: ReplicaLayout,
-    deaths: dict[int, Death],
-    seed: int,
-    together: bool = False,
-    steps: int = 2,
-) -> int:
+def check(schedule: Schedule) -> int:
     """All invariants of one schedule; returns the number of surviving replicas."""
-    story = f"seed {seed}, deaths {deaths}"
-    job, results = simulate(layout, deaths, seed, together, steps)
-    story += "\n" + "\n".join(job.transcript)
-    doomed = {layout.replica_of(r) for r in deaths if r in job.failed()}
+    job, results = simulate(schedule)
+    story = "\n".join([str(schedule), *job.transcript])
+    layout = schedule.layout
+    doomed = {layout.replica_of(r) for r in schedule.deaths if r in job.failed()}
     survivors = set(range(layout.ranks)) - set(job.failed())
     assert set(results) == survivors, story
     # I4: a replica that lost nobody reaches the end.
     for replica in range(layout.replicas):
         whole = all(r in survivors for r in layout.ranks_of(replica))
         assert whole or replica in doomed, story
-    for _, commits in results.values():
-        assert len(commits) == steps, story
-        for commit in commits:
-            assert (commit == 1).all(), story  # I1: every microbatch exactly once, in every bucket
-    assert len({world for world, _ in results.values()}) <= 1, story
+    for _, commits, _ in results.values():
+        assert len(commits) == schedule.steps, story
+        for commit in commits:  # I1: B microbatches, each once, the same in every bucket
+            assert (commit.sum(axis=1) == schedule.microbatches).all(), story
+            assert set(commit.flat) <= {0, 1}, story
+            assert (commit == commit[0]).all(), story
+            assert schedule.policy != "exact" or commit[0, : schedule.microbatches].all(), story
+        if schedule.policy == "versatile":  # no microbatch of a stream in two iterations
+            assert max(sum(commit[0] for commit in commits)) <= 1, story
+    assert len({(world, streams) for world, _, streams in results.values()}) <= 1, story
+    first = [np.array(commits) for _, commits, _ in results.values()]
+    assert all((commits == first[0]).all() for commits in first), story
     return len({layout.replica_of(r) for r in survivors})

@@ -8,27 +8,35 @@ import random
 import pytest
 
 from recover_megatron.collectives.scripted import Death
+from recover_megatron.config import POLICIES
 from recover_megatron.world import ReplicaLayout
-from tests.simulation import check, simulate
+from tests.simulation import Schedule, check, simulate
 
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("rank", range(6))
 def test_every_single_failure_point_of_three_replicas_of_two_ranks(rank: int, inside: bool):
     layout = ReplicaLayout(3, 2)
-    for call, seed in itertools.product(range(9), range(4)):
-        assert check(layout, {rank: Death(call, inside)}, seed) >= 2
+    for call, seed, policy in itertools.product(range(9), range(4), POLICIES):
+        death = {rank: Death(call, inside)}
+        assert check(Schedule(layout, death, seed, policy=policy, microbatches=4)) >= 2
 
 
 POINTS = [Death(call, inside) for call in range(11) for inside in (False, True)]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("ranks", list(itertools.combinations(range(6), 2)), ids=str)
-def test_every_pair_of_failure_points_of_three_replicas_of_two_ranks(ranks: tuple[int, int]):
-    """An iteration has 5 calls a rank, a repair and redo 6 more: 11 points, before and inside."""
+def test_every_pair_of_failure_points_of_three_replicas_of_two_ranks(
+    ranks: tuple[int, int], policy: str
+):
+    """An iteration has 5 calls a rank, a repair and redo 6 more: 11 points, before and inside.
+    With 4 microbatches the third replica is a spare under `versatile`."""
     layout = ReplicaLayout(3, 2)
     for seed, (first, second) in enumerate(itertools.product(POINTS, POINTS)):
-        assert check(layout, dict(zip(ranks, (first, second), strict=True)), seed, steps=1) >= 1
+        deaths = dict(zip(ranks, (first, second), strict=True))
+        schedule = Schedule(layout, deaths, seed, steps=1, policy=policy, microbatches=4)
+        assert check(schedule) >= 1
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -42,11 +50,14 @@ def test_ten_thousand_random_schedules(block: int):
             rank: Death(draw.randrange(16), draw.random() < 0.5)
             for rank in draw.sample(range(layout.ranks), number)
         }
-        check(layout, deaths, seed, together=draw.random() < 0.3)
+        together, policy = draw.random() < 0.3, draw.choice(POLICIES)
+        microbatches = draw.randrange(layout.replicas, 8)
+        check(Schedule(layout, deaths, seed, together, 2, policy, microbatches))
 
 
 def test_a_seed_replays_the_same_transcript():
     layout, deaths = ReplicaLayout(3, 2), {1: Death(2, True), 4: Death(6, False)}
-    first, second = simulate(layout, deaths, 5)[0], simulate(layout, deaths, 5)[0]
+    schedule = Schedule(layout, deaths, 5)
+    first, second = simulate(schedule)[0], simulate(schedule)[0]
     assert first.transcript == second.transcript
     assert any("shrinks" in line for line in first.transcript)

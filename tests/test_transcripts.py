@@ -1,4 +1,4 @@
-"""Ten failure stories as golden text files: read tests/transcripts/ to learn the protocol.
+"""Failure stories as golden text files: read tests/transcripts/ to learn the protocol.
 
 After an intended change: `python -m tests.test_transcripts` writes them anew; read the difference.
 """
@@ -12,7 +12,7 @@ import pytest
 
 from recover_megatron.collectives.scripted import Death
 from recover_megatron.world import ReplicaLayout
-from tests.simulation import check, simulate
+from tests.simulation import Schedule, check, simulate
 
 FOLDER = Path(__file__).with_name("transcripts")
 
@@ -28,6 +28,19 @@ class Story:
     layout: ReplicaLayout = ReplicaLayout(3, 2)
     seed: int = 1
     together: bool = False
+    policy: str = "exact"
+    microbatches: int = 7
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(
+            self.layout,
+            self.deaths,
+            self.seed,
+            self.together,
+            policy=self.policy,
+            microbatches=self.microbatches,
+        )
 
 
 STORIES = [
@@ -75,20 +88,34 @@ STORIES = [
         "Every replica loses a rank in the same bucket",
         {0: Death(2, False), 3: Death(2, True), 5: Death(2, False)},
     ),
+    Story(
+        "11_spares_stand_in",
+        "Policy versatile: a major and the minor die; spares stand in without computing",
+        {0: Death(2, True), 3: Death(3, False)},
+        layout=ReplicaLayout(6, 1),
+        policy="versatile",
+    ),
+    Story(
+        "12_policy_boundary",
+        "Policy versatile without spares: the survivors compute the lost microbatches anew",
+        {2: Death(3, True)},
+        policy="versatile",
+    ),
 ]
 
 
 def transcript(story: Story) -> str:
-    job, _ = simulate(story.layout, story.deaths, story.seed, story.together)
-    head = f"{story.title}.\n{story.layout.replicas} replicas of "
-    head += f"{story.layout.ranks_per_replica} ranks, 7 microbatches, 2 iterations.\n\n"
+    job, _ = simulate(story.schedule)
+    layout = story.layout
+    head = f"{story.title}.\n{layout.replicas} replicas of {layout.ranks_per_replica} ranks, "
+    head += f"{story.microbatches} microbatches, 2 iterations.\n\n"
     return head + "\n".join(job.transcript) + "\n"
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
 def test_the_story_is_told_as_written(story: Story):
     assert (FOLDER / f"{story.name}.txt").read_text() == transcript(story)
-    check(story.layout, story.deaths, story.seed, story.together)
+    check(story.schedule)
 
 
 if __name__ == "__main__":

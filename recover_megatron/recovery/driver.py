@@ -8,9 +8,12 @@ from typing import Any, Protocol
 
 from recover_megatron.errors import InvariantViolation, ReplicaLost
 from recover_megatron.recovery import machine
-from recover_megatron.recovery.snapshot import Array, Bucket
+from recover_megatron.recovery.snapshot import Array, Bucket, Snapshot
+from recover_megatron.workload.assignment import Assignment
 from recover_megatron.workload.policy import moved
 from recover_megatron.world import World
+
+WITHHELD = -1
 
 
 class Communicator(Protocol):
@@ -28,7 +31,8 @@ class Work(Protocol):
 
     def compute(self, microbatches: Sequence[int]) -> None:
         """Add these microbatches' gradient (each scaled by 1/B) to the local buckets. The first
-        call of an iteration starts from zero; no call meets any rank outside the replica."""
+        call of an iteration starts from zero; no call meets any rank outside the replica.
+        Microbatches to withhold have no id yet: each is WITHHELD."""
 
     def buckets(self) -> Sequence[Bucket]:
         """The same number and sizes at every live rank of the position group."""
@@ -64,20 +68,23 @@ class Driver:
         self._probe = probe
         self._emit = emit
         self.reassigned: tuple[int, ...] = ()  # microbatches of this step that changed hands
+        self._withheld: list[Snapshot] = []  # this iteration's, in the assignment's order
         self._on_repair: list[Callable[[World], None]] = []
 
     def on_repair(self, callback: Callable[[World], None]) -> None:
         """`callback(new_world)` after every membership change, in order of registration."""
         self._on_repair.append(callback)
 
-    def run_step(self, step: int, microbatches: int, work: Work) -> None:
+    def run_step(self, step: int, microbatches: int, work: Work) -> Assignment:
         """Compute, reduce and commit exactly `microbatches` microbatches. Every live rank calls it.
 
-        Returns once the whole world has agreed to commit. When peers die meanwhile, it repairs,
-        takes over this replica's part of what they owed and reduces again, as often as needed;
-        when this rank's own replica loses a member, the process ends by SIGKILL (watcher.py).
+        Returns what was committed, once the whole world has agreed to. When peers die meanwhile, it
+        repairs, takes over this replica's part of what they owed and reduces again, as often as
+        needed; when this rank's own replica loses a member, the process ends by SIGKILL
+        (watcher.py).
         Raises InvariantViolation for a bug, never for a lost peer.
         """
+        self._withheld.clear()
         state, actions = machine.begin(self._policy, self.world, self._replica_id, microbatches)
         planned = state.assignment
         while state.phase is not machine.Phase.COMMITTED:
@@ -96,18 +103,21 @@ class Driver:
             microbatches=state.assignment.committed,
             bucket_epochs=sorted(set(state.reduced_under), key=str),
         )
+        return state.assignment
 
     def _perform(
         self, step: int, state: machine.State, action: machine.Action, work: Work
     ) -> machine.Event:
         match action:
-            case machine.Compute(ids):
-                work.compute(ids)
+            case machine.Compute():
+                self._compute(action, work)
                 self._emit(
                     "computed",
                     iteration=step,
                     world_epoch=state.world.world_epoch,
-                    microbatches=list(ids),
+                    microbatches=list(action.microbatches),
+                    promoted=action.promote,
+                    withheld=list(action.withhold),
                 )
                 return machine.Computed(len(work.buckets()))
             case machine.Reduce(index):
@@ -118,6 +128,14 @@ class Driver:
             case machine.Repair():
                 return machine.Repaired(self._repair(step))
         raise InvariantViolation(f"no way to perform {action} in {state.phase}")
+
+    def _compute(self, action: machine.Compute, work: Work) -> None:
+        for _ in range(action.promote):
+            self._withheld.pop(0).add_back(work.buckets())
+        for part in action.withhold:  # the local buckets are zero before and after
+            work.compute((WITHHELD,) * part)
+            self._withheld.append(Snapshot.taken_out(work.buckets()))
+        work.compute(action.microbatches)
 
     def _reduce(self, step: int, index: int, bucket: Bucket) -> machine.Event:
         self._probe.enter("sync", index)

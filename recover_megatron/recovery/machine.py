@@ -12,6 +12,7 @@ rank that is given the same agreed events reaches the same state and asks for th
     AGREE    Agreed(True)   COMMITTED    Commit                           the commit point
     AGREE    Agreed(False)  REPAIR       Repair
     REPAIR   Repaired       COMPUTE      Compute(what the lost replicas owed, this replica's part)
+                                         and restore what it withheld and is promoted for
 
 Any other pair is illegal: it raises InvariantViolation and leaves the state unchanged.
 
@@ -27,7 +28,7 @@ from typing import Protocol
 
 from recover_megatron.errors import InvariantViolation
 from recover_megatron.workload.assignment import Assignment, validate
-from recover_megatron.workload.policy import moved
+from recover_megatron.workload.policy import anew, promoted
 from recover_megatron.world import World
 
 
@@ -44,7 +45,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Computed:
-    """The gradient of every microbatch assigned to this replica is in the local buckets."""
+    """The gradient of every microbatch assigned to this replica is in the local buckets, and that
+    of none that it withholds."""
 
     buckets: int
 
@@ -85,9 +87,12 @@ Event = Computed | Reduced | ReduceFailed | Agreed | Repaired
 
 @dataclass(frozen=True)
 class Compute:
-    """Add the gradients of these microbatch ids to the local buckets. May be empty."""
+    """Restore `promote` withheld gradients; compute parts of `withhold` microbatches each and
+    withhold their gradients; add the gradients of these microbatch ids to the local buckets."""
 
     microbatches: tuple[int, ...]
+    promote: int = 0
+    withhold: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,8 @@ def begin(
     assignment = policy.plan(world, microbatches)
     validate(assignment, world, microbatches)
     state = State(Phase.COMPUTE, world, replica_id, microbatches, assignment)
-    return state, (Compute(assignment.share(replica_id)),)
+    share, parts = assignment.share(replica_id), assignment.parts(replica_id)
+    return state, (Compute(share, withhold=parts),)
 
 
 def handle(policy: Policy, state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
@@ -183,9 +189,10 @@ def handle(policy: Policy, state: State, event: Event) -> tuple[State, tuple[Act
                 raise _illegal(state, event, "the world epoch must grow")
             assignment = policy.reassign(state.assignment, world)
             validate(assignment, world, state.microbatches)
-            extra = tuple(moved(state.assignment, assignment, state.replica_id))
+            change = (state.assignment, assignment, state.replica_id)
+            action = Compute(tuple(anew(*change)), promote=promoted(*change))
             state = replace(state, phase=Phase.COMPUTE, world=world, assignment=assignment)
-            return state, (Compute(extra),)
+            return state, (action,)
     raise _illegal(state, event, "the table has no such row")
 
 

@@ -23,15 +23,25 @@ class Bucket:
 
 
 class Snapshot:
-    """Keeps the local buckets while a replica computes more microbatches into a zeroed buffer.
+    """Keeps the local buckets while a replica computes more microbatches into a zeroed buffer, or
+    while it withholds them as a spare.
 
-    Needed only after a failure. Megatron's gradient buffer cannot simply be added to: scaling and
-    reduce-scatter inside the replica are applied to it in place, once per pass, so the extra
-    microbatches go into a clean buffer and the snapshot is added back (megatron-seams.md, 1.2).
+    Needed only after a failure, and by spares. Megatron's gradient buffer cannot simply be added
+    to: scaling and reduce-scatter inside the replica are applied to it in place, once per pass, so
+    the extra microbatches go into a clean buffer and the snapshot is added back
+    (megatron-seams.md, 1.2).
     """
 
     def __init__(self, buckets: Sequence[Bucket]):
         self._kept = [bucket.local.copy() for bucket in buckets]
+
+    @classmethod
+    def taken_out(cls, buckets: Sequence[Bucket]) -> Snapshot:
+        """The local buckets' content, which are zero afterwards."""
+        snapshot = cls(buckets)
+        for bucket in buckets:
+            bucket.local[:] = 0
+        return snapshot
 
     def add_back(self, buckets: Sequence[Bucket]) -> None:
         """local += kept, for the same buckets in the same order."""

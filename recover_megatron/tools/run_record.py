@@ -81,19 +81,19 @@ class RunRecord:
     def samples(self) -> dict[int, tuple[int, ...]]:
         """Dataset indices whose gradients each iteration committed, as they were really fetched."""
         # Every rank that reads data says so: the ends of the pipeline read the same samples, the
-        # data-parallel ranks inside a replica different ones.
-        fetched: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+        # data-parallel ranks inside a replica different ones. A replica reads in its share's order.
+        fetched: dict[tuple[int, int], dict[int, list[list[int]]]] = defaultdict(dict)
         for e in self.of("fetched"):
-            for microbatch, ids in zip(e["microbatches"], e["samples"], strict=True):
-                if ids is not None:
-                    fetched[e["iteration"], e["replica"], microbatch].update(ids)
+            if None not in e["samples"]:
+                by_position = fetched[e["iteration"], e["replica"]]
+                by_position.setdefault(e["position"], []).extend(e["samples"])
         return {
             iteration: tuple(
                 sorted(
                     sample
                     for replica, ids in self.assignment(iteration).shares
-                    for microbatch in ids
-                    for sample in fetched.get((iteration, replica, microbatch), {-1})
+                    for place in range(len(ids))
+                    for sample in _samples_at(place, fetched[iteration, replica])
                 )
             )
             for iteration in self.commits
@@ -145,7 +145,7 @@ class RunRecord:
         times: Counter[int] = Counter()
         for e in self.of("computed"):
             if e["iteration"] == iteration and e["position"] == 0 and e["replica"] in live:
-                times.update(e["microbatches"])
+                times.update(e["microbatches"])  # what was withheld has no id
         return sum(n - 1 for n in times.values())
 
     def violations(self, iterations: int, microbatches: int) -> list[str]:
@@ -194,6 +194,14 @@ class RunRecord:
     def parameters_bitwise_equal(self) -> bool | None:
         """None if the run never compared them (--recover-check-replicas-interval)."""
         return not self._parameter_differences() if self.of("parameters") else None
+
+
+def _samples_at(place: int, by_position: dict[int, list[list[int]]]) -> set[int]:
+    """What a replica's ranks read for the microbatch at `place` of its share; {-1} if nothing."""
+    read = [
+        microbatches[place] for microbatches in by_position.values() if place < len(microbatches)
+    ]
+    return set().union(*read) if read else {-1}
 
 
 def _where(event: Event) -> str:

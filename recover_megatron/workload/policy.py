@@ -1,8 +1,12 @@
-"""Policies: pure functions from membership to assignment. `exact` keeps the very samples."""
+"""Policies: pure functions from membership to assignment.
+
+`exact` keeps the very samples; `versatile` is the paper's: spares stand in without computing anew.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from recover_megatron.workload.assignment import Assignment
 from recover_megatron.world import World
@@ -19,24 +23,90 @@ class ExactPolicy:
     def plan(self, world: World, microbatches: int) -> Assignment:
         """The assignment with which an iteration starts; contiguous ids, ascending by replica."""
         base, larger = divmod(microbatches, len(world.replicas))
-        shares, first = {}, 0
-        for index, replica in enumerate(world.replicas):
-            size = base + (index < larger)
-            shares[replica] = range(first, first + size)
-            first += size
-        return Assignment.of(shares)
+        sizes = [base + (index < larger) for index in range(len(world.replicas))]
+        return Assignment.of(_contiguous(world.replicas, sizes))
 
     def reassign(self, assignment: Assignment, world: World) -> Assignment:
         """The same iteration after the world shrank: the lost ids appended to survivors' shares."""
         shares = {replica: list(assignment.share(replica)) for replica in world.replicas}
-        lost = [i for r, ids in assignment.shares if r not in shares for i in ids]
-        for microbatch in sorted(lost):
-            least = min(shares, key=lambda r: (len(shares[r]), r))
-            shares[least].append(microbatch)
+        _spread(_lost(assignment, world), shares, lambda r: len(shares[r]))
         return Assignment.of(shares)
 
 
+class VersatilePolicy:
+    """The paper's policy (section 4): majors, one minor, spares, and a policy boundary step.
+
+    With G = ceil(B/n), floor(B/G) majors contribute G microbatches each, one minor the remainder,
+    and the other replicas are spares: they compute G as well and withhold the gradient. After a
+    loss, spares are promoted in the lost ones' place, which costs no computation. What spares
+    cannot cover is computed anew by those that contribute, evenly (the policy boundary step); the
+    next iteration's G and roles follow from its number of replicas.
+
+    An id stands for a place in the batch, not for samples: each replica reads its own endless
+    stream (samples.py). A spare withholds two parts where there is a minor, so that it can stand in
+    for a minor as well as for a major.
+    """
+
+    def plan(self, world: World, microbatches: int) -> Assignment:
+        """The assignment with which an iteration starts; majors first, ascending by replica."""
+        quota = -(-microbatches // len(world.replicas))
+        majors, rest = divmod(microbatches, quota)
+        sizes = [quota] * majors + ([rest] if rest else [])
+        spares = world.replicas[len(sizes) :]
+        shares = _contiguous(world.replicas, sizes + [0] * len(spares))
+        return Assignment.of(shares, {r: [rest, quota - rest] if rest else [quota] for r in spares})
+
+    def reassign(self, assignment: Assignment, world: World) -> Assignment:
+        """The same iteration after the world shrank: spares promoted, the rest computed anew."""
+        shares = {replica: list(assignment.share(replica)) for replica in world.replicas}
+        withheld = {replica: list(assignment.parts(replica)) for replica in world.replicas}
+        owed = _lost(assignment, world)
+        for replica, parts in withheld.items():
+            fitting = [total for total in accumulate(parts) if total <= len(owed)]
+            shares[replica] += owed[: fitting[-1] if fitting else 0]
+            del owed[: fitting[-1] if fitting else 0], parts[: len(fitting)]
+        # Not to replicas that withhold: what a stream gives is committed in its order, or later.
+        anew: dict[int, list[int]] = {r: [] for r in shares if not withheld[r]}
+        _spread(owed, anew, lambda r: len(anew[r]))
+        return Assignment.of({r: shares[r] + anew.get(r, []) for r in shares}, withheld)
+
+
+def make_policy(name: str) -> ExactPolicy | VersatilePolicy:
+    """The policy of a `--recover-policy` value (config.POLICIES)."""
+    return {"exact": ExactPolicy, "versatile": VersatilePolicy}[name]()
+
+
 def moved(before: Assignment, after: Assignment, replica_id: int) -> Sequence[int]:
-    """The ids that `replica_id` must compute now: in its share of `after`, not of `before`."""
+    """The ids that `replica_id` took over: in its share of `after`, not of `before`."""
     held = set(before.share(replica_id))
     return [i for i in after.share(replica_id) if i not in held]
+
+
+def promoted(before: Assignment, after: Assignment, replica_id: int) -> int:
+    """How many of the parts that `replica_id` withheld it contributes now."""
+    return len(before.parts(replica_id)) - len(after.parts(replica_id))
+
+
+def anew(before: Assignment, after: Assignment, replica_id: int) -> Sequence[int]:
+    """The ids that `replica_id` must compute now: moved to it, and no promoted part stands in."""
+    standing_in = sum(before.parts(replica_id)[: promoted(before, after, replica_id)])
+    return moved(before, after, replica_id)[standing_in:]
+
+
+def _contiguous(replicas: Sequence[int], sizes: Sequence[int]) -> dict[int, range]:
+    ends = list(accumulate(sizes))
+    return {
+        replica: range(end - size, end)
+        for replica, size, end in zip(replicas, sizes, ends, strict=True)
+    }
+
+
+def _lost(assignment: Assignment, world: World) -> list[int]:
+    """The ids of replicas that are no more, ascending."""
+    return sorted(i for r, ids in assignment.shares if r not in world.replicas for i in ids)
+
+
+def _spread(ids: Sequence[int], shares: dict[int, list[int]], load: Callable[[int], int]) -> None:
+    """Each id to the replica with the least load, lowest replica first."""
+    for microbatch in ids:
+        shares[min(shares, key=lambda r: (load(r), r))].append(microbatch)

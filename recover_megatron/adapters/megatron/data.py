@@ -1,35 +1,67 @@
-"""The training data by microbatch id: the next id comes from the assignment, not a counter."""
+"""The training data by microbatch: the next one comes from the assignment, not a counter."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import default_collate
 
 from recover_megatron.errors import InvariantViolation
-from recover_megatron.workload.samples import sample_ids
+from recover_megatron.workload.assignment import Assignment
+from recover_megatron.workload.samples import Streams, parse_streams, sample_ids
 
 
 class MicrobatchFeed:
-    """Hands the same microbatch ids to every data iterator of this rank (one per model chunk)."""
+    """Hands the same microbatches to every data iterator of this rank (one per model chunk).
 
-    def __init__(self) -> None:
+    Without `streams` (policy `exact`) an id is a place in the iteration's batch; with them
+    (`versatile`) this replica's own stream goes on, whatever the id.
+    """
+
+    def __init__(self, replica_id: int) -> None:
+        self.streams: Streams | None = None
+        self._replica_id = replica_id
         self._loaders: list[MicrobatchLoader] = []
-        self.fetched: dict[int, list[int]] = {}  # microbatch id -> dataset indices read for it
+        self._offset = 0  # microbatches of the stream that this iteration has taken
+        self._fetched: dict[int, list[int]] = {}  # microbatch -> dataset indices read for it
 
     def loader(self, dataset: Any, micro_batch_size: int, dp: tuple[int, int]) -> MicrobatchLoader:
         """`dp` is (rank, size) among the data-parallel ranks inside the replica."""
         self._loaders.append(MicrobatchLoader(self, dataset, micro_batch_size, dp))
         return self._loaders[-1]
 
-    def supply(self, microbatches: Iterable[int], consumed_samples: int) -> None:
+    def begin(self) -> None:
+        """An iteration begins."""
+        self._offset = 0
+
+    def committed(self, assignment: Assignment) -> None:
+        """The iteration is committed: every rank moves all streams on."""
+        if self.streams is not None:
+            self.streams = self.streams.committed(assignment)
+
+    def supply(self, microbatches: Sequence[int], consumed_samples: int) -> None:
         """The ids that the coming pass through the schedule will ask for, in order."""
-        ids = list(microbatches)
-        self.fetched = {}
+        numbers = list(microbatches)
+        if self.streams is not None:
+            offsets = range(self._offset, self._offset + len(numbers))
+            numbers = [self.streams.microbatch(self._replica_id, k) for k in offsets]
+            self._offset, consumed_samples = offsets.stop, 0
+        self._fetched = {number: [] for number in numbers}
         for loader in self._loaders:
-            loader.supply(ids, consumed_samples)
+            loader.supply(numbers, consumed_samples)
+
+    def note(self, microbatch: int, samples: list[int]) -> None:
+        self._fetched[microbatch] = samples
+
+    @property
+    def fetched(self) -> list[list[int] | None]:
+        """The dataset indices read in the last pass, by microbatch in order; None where this rank
+        reads no data."""
+        return [samples or None for samples in self._fetched.values()]
 
 
 class MicrobatchLoader:
@@ -61,12 +93,37 @@ class MicrobatchLoader:
         if not self._queue:
             raise InvariantViolation("the schedule asked for a microbatch that is not assigned")
         microbatch = self._queue.popleft()
-        ids = sample_ids(
-            self._consumed_samples,
-            microbatch,
-            self._micro_batch_size,
-            self._dp_rank,
-            self._dp_size,
-        )
-        self._feed.fetched[microbatch] = list(ids)
+        place = (self._micro_batch_size, self._dp_rank, self._dp_size)
+        ids = list(sample_ids(self._consumed_samples, microbatch, *place))
+        if self._feed.streams is not None:
+            ids = [i % len(self._dataset) for i in ids]  # streams are endless
+        self._feed.note(microbatch, ids)
         return default_collate([self._dataset[i] for i in ids])
+
+
+# --- the streams' positions, beside the checkpoint ---------------------------------------------
+
+
+def save_streams(checkpoints: str, iteration: int, streams: Streams) -> None:
+    """One rank of the replica that saves calls it, before the checkpoint itself is written."""
+    path = _streams_path(checkpoints, iteration)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(f"{streams}\n")
+    partial.replace(path)
+
+
+def load_streams(checkpoints: str | None, iteration: int, microbatches: int, n: int) -> Streams:
+    """The streams with which a job of `n` replicas starts after `iteration`.
+
+    Without a file (a new job, or a checkpoint of `exact` or of plain Megatron) they start behind
+    the `microbatches` that were consumed in order. Raises ConfigError for a broken file.
+    """
+    path = _streams_path(checkpoints, iteration) if checkpoints and iteration else None
+    if path is None or not path.is_file():
+        return Streams.after(microbatches, n)
+    return parse_streams(path.read_text()).resumed_by(n)
+
+
+def _streams_path(checkpoints: str, iteration: int) -> Path:
+    return Path(checkpoints) / "recover_streams" / f"iter_{iteration:07d}.json"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from recover_megatron.adapters.megatron.arguments import add_recovery_arguments, refuse_unsupported
-from recover_megatron.adapters.megatron.data import MicrobatchFeed
+from recover_megatron.adapters.megatron.data import MicrobatchFeed, load_streams, save_streams
 from recover_megatron.adapters.megatron.gradients import GradientBuckets
 from recover_megatron.adapters.megatron.iteration import Iteration
 from recover_megatron.adapters.megatron.replicas import any_in_replica, check_replicas
@@ -47,7 +47,7 @@ class Hooks:
         self._host = host
         self._stock: dict[tuple[ModuleType, str], Any] = {}
         self._args: Any = None
-        self._feed = MicrobatchFeed()
+        self._feed = MicrobatchFeed(session.replica_id)
         self._gradients: GradientBuckets | None = None
         self._microbatches: int | None = None  # B while training, None in evaluation
         self._captured: dict[str, Any] = {}  # what the schedule passed to finalize_model_grads
@@ -117,7 +117,13 @@ class Hooks:
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
         )
-        return self._feed.loader(dataset, self._args.micro_batch_size, dp)
+        args, micro_batch_size = self._args, self._args.micro_batch_size
+        if self._session.config.policy == "versatile":
+            microbatches = consumed // (micro_batch_size * dp[1])
+            self._feed.streams = load_streams(
+                args.load, args.iteration, microbatches, self._session.layout.replicas
+            )
+        return self._feed.loader(dataset, micro_batch_size, dp)
 
     def _build_data_loaders(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """The leader first: every replica's rank 0 would write the same index cache files."""
@@ -157,11 +163,19 @@ class Hooks:
         session.injector.begin(number)
         session.injector.expect("sync", len(self._gradients.buckets))
         session.injector.expect("gradient", 2)  # the first pass, and what a lost replica owed
+        self._feed.begin()
         run_pass = functools.partial(self._run_pass, schedule, call, model, number)
-        work = Iteration(model, self._gradients, self._microbatches, run_pass, any_in_replica)
+        work = Iteration(
+            model,
+            self._gradients,
+            self._microbatches,
+            run_pass,
+            any_in_replica,
+            same_samples=session.config.policy == "exact",
+        )
         if session.console is not None:
             session.console.begin()
-        session.driver.run_step(number, self._microbatches, work)
+        self._feed.committed(session.driver.run_step(number, self._microbatches, work))
         if session.console is not None:
             session.console.committed()
         if work.poisoned:
@@ -197,7 +211,7 @@ class Hooks:
             "fetched",
             iteration=number,
             microbatches=list(microbatches),
-            samples=[self._feed.fetched.get(i) for i in microbatches],
+            samples=self._feed.fetched,
         )
         tokens = self._captured.get("num_tokens")
         return losses, 0.0 if tokens is None else float(tokens)
@@ -296,9 +310,12 @@ class Hooks:
     def _save_checkpoint(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """A replica holds everything, so the lowest live one saves the whole checkpoint alone. The
         others go on; their next reduction waits for it."""
-        if self._session.leading:
-            return stock(*args, **more)
-        return None
+        if not self._session.leading:
+            return None
+        if self._feed.streams is not None and self._session.position == 0:
+            iteration = inspect.signature(stock).bind(*args, **more).arguments["iteration"]
+            save_streams(self._args.save, iteration, self._feed.streams)
+        return stock(*args, **more)
 
     def _checkpoint_and_decide_exit(
         self, stock: Callable[..., Any], *args: Any, **more: Any

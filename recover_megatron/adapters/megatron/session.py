@@ -22,7 +22,7 @@ from recover_megatron.faults import parse_faults
 from recover_megatron.inject import Injector
 from recover_megatron.recovery.driver import Driver
 from recover_megatron.trace import Trace, trace_path
-from recover_megatron.workload.policy import ExactPolicy
+from recover_megatron.workload.policy import make_policy
 from recover_megatron.world import ReplicaLayout, World
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,8 @@ def start(argv: Sequence[str]) -> Session:
     faults = parse_faults(config.inject, layout)
     mine = [f for f in faults if (f.replica, f.position) == (replica_id, position)]
     injector = Injector(mine, trace.emit)
-    driver = Driver(communicator, ExactPolicy(), world, replica_id, injector, trace.emit)
+    policy = make_policy(config.policy)
+    driver = Driver(communicator, policy, world, replica_id, injector, trace.emit)
     session = Session(
         config,
         layout,
