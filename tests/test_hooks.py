@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from recover_megatron.adapters.megatron.data import MicrobatchFeed
+from recover_megatron.adapters.megatron.data import MicrobatchFeed, load_streams, save_streams
 from recover_megatron.adapters.megatron.gradients import GradientBuckets
 from recover_megatron.adapters.megatron.replicas import fingerprint, odd_replicas
 from recover_megatron.errors import ConfigError, InvariantViolation
 from recover_megatron.recovery.snapshot import Snapshot
+from recover_megatron.workload.assignment import Assignment
+from recover_megatron.workload.samples import Streams
 
 
 def test_install_replaces_every_name_and_uninstall_restores_it():
@@ -20,7 +22,7 @@ def test_install_replaces_every_name_and_uninstall_restores_it():
     from recover_megatron.adapters.megatron.hooks import Hooks, Host
 
     before = dict(vars(pretrain))
-    session = SimpleNamespace(injector=SimpleNamespace(plans=lambda phase: False))
+    session = SimpleNamespace(injector=SimpleNamespace(plans=lambda phase: False), replica_id=0)
     hooks = Hooks(session, Host(pretrain, pretrain, (pretrain,)))
     hooks.install()
     changed = {name for name, value in vars(pretrain).items() if value is not before.get(name)}
@@ -33,7 +35,7 @@ def test_a_megatron_without_a_hooked_name_is_refused_with_the_name():
     from recover_megatron.adapters.megatron.hooks import Hooks, Host
 
     module = SimpleNamespace(__name__="megatron.training.training")
-    session = SimpleNamespace(injector=SimpleNamespace(plans=lambda phase: False))
+    session = SimpleNamespace(injector=SimpleNamespace(plans=lambda phase: False), replica_id=0)
     with pytest.raises(ConfigError, match="has no get_forward_backward_func"):
         Hooks(session, Host(module, module, ())).install()
 
@@ -89,16 +91,41 @@ def test_a_snapshot_outlives_the_zeroed_buffer_and_is_added_back():
 
 
 def test_the_feed_serves_exactly_the_assigned_microbatches():
-    feed = MicrobatchFeed()
+    feed = MicrobatchFeed(replica_id=1)
     loader = feed.loader(torch.arange(100), micro_batch_size=2, dp=(0, 1))
     feed.supply([3, 0], consumed_samples=20)
     assert [next(loader).tolist(), next(loader).tolist()] == [[26, 27], [20, 21]]
-    assert feed.fetched == {3: [26, 27], 0: [20, 21]}
+    assert feed.fetched == [[26, 27], [20, 21]]
     with pytest.raises(InvariantViolation, match="not assigned"):
         next(loader)
     feed.supply([1], consumed_samples=20)
     with pytest.raises(InvariantViolation, match="never asked for"):
         feed.supply([2], consumed_samples=20)
+
+
+def test_with_streams_the_feed_goes_on_where_this_replicas_stream_stands():
+    feed = MicrobatchFeed(replica_id=1)
+    feed.streams = Streams((2, 4, 0), first=1)
+    loader = feed.loader(torch.arange(20), micro_batch_size=1, dp=(0, 1))
+    for ids in ([7, 8], [3]):  # the ids are places in the batch
+        feed.supply(ids, consumed_samples=1000)
+        taken = [next(loader).item() for _ in ids]
+    assert taken == [(1 + 6 * 3 + 1) % 20]  # the third of the iteration; the dataset begins anew
+    feed.committed(Assignment.of({0: [0], 1: [1, 2, 3]}))
+    assert feed.streams.positions == (3, 7, 0)
+    feed.begin()
+    feed.supply([0], consumed_samples=0)
+    assert next(loader).item() == (1 + 7 * 3 + 1) % 20
+    assert feed.fetched == [[3]]
+
+
+def test_stream_positions_are_kept_beside_the_checkpoint(tmp_path):
+    streams = Streams((2, 4, 0), first=1)
+    save_streams(str(tmp_path), 7, streams)
+    assert load_streams(str(tmp_path), 7, 99, 3) == streams
+    assert load_streams(str(tmp_path), 7, 99, 2) == Streams((0, 0), first=12)
+    assert load_streams(str(tmp_path), 8, 99, 3) == Streams((0, 0, 0), first=99)
+    assert [p.name for p in (tmp_path / "recover_streams").iterdir()] == ["iter_0000007.json"]
 
 
 def test_the_odd_replica_is_named_by_majority():

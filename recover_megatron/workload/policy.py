@@ -73,7 +73,7 @@ class VersatilePolicy:
 
 def make_policy(name: str) -> ExactPolicy | VersatilePolicy:
     """The policy of a `--recover-policy` value (config.POLICIES)."""
-    return {"exact": ExactPolicy, "versatile": VersatilePolicy}[name]()
+    return VersatilePolicy() if name == "versatile" else ExactPolicy()
 
 
 def moved(before: Assignment, after: Assignment, replica_id: int) -> Sequence[int]:
