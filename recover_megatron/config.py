@@ -14,6 +14,10 @@ from recover_megatron.errors import ConfigError
 POLICIES = ("exact", "versatile")
 
 
+# Seconds that have no flag.
+_DURATIONS = ("settle_s", "settle_limit_s", "proof_poll_s", "hang_floor_s", "poll_s")
+
+
 def _flag(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -54,6 +58,10 @@ class RecoveryConfig:
     # A replica dies rank by rank; shrinking meanwhile can crash survivors (ulfm.md, rule 6).
     settle_s: float = 0.1
     settle_limit_s: float = 10.0
+    # How often, and how many times, survivors that are no majority look for proof that the others
+    # are dead before they give up. Counted, not timed, so that all come to the same end.
+    proof_poll_s: float = 0.25
+    proof_polls: int = 40
     # The least that a measured hang time-out can be.
     hang_floor_s: float = 60.0
     # How often the watcher makes MPI progress and looks for failures.
@@ -74,7 +82,7 @@ class RecoveryConfig:
             if value is not None and value < least:
                 flag = flag_name(name)
                 raise ConfigError(f"{flag} must be at least {least}, got {value}")
-        for name in ("bucket_mb", "settle_s", "settle_limit_s", "hang_floor_s", "poll_s"):
+        for name in ("bucket_mb", *_DURATIONS):
             if not getattr(self, name) > 0:
                 raise ConfigError(
                     f"{flag_name(name)} must be more than 0, got {getattr(self, name)}"

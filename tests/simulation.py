@@ -8,6 +8,7 @@ import numpy as np
 
 from recover_megatron.collectives.guard import GuardedCommunicator
 from recover_megatron.collectives.scripted import Death, ScriptedJob, ScriptedTransport
+from recover_megatron.config import RecoveryConfig
 from recover_megatron.inject import Injector
 from recover_megatron.recovery.driver import Driver
 from recover_megatron.recovery.snapshot import Bucket
@@ -16,6 +17,7 @@ from recover_megatron.workload.samples import Streams
 from recover_megatron.world import ReplicaLayout, World
 
 MICROBATCHES, BUCKETS = 7, 2
+QUICK = RecoveryConfig(settle_s=1e-9, settle_limit_s=1e-9, proof_poll_s=1e-9, proof_polls=2)
 
 
 class CountingWork:
@@ -75,7 +77,9 @@ def simulate(schedule: Schedule):
                 job.say(transport.rank, f"world epoch {facts['world_epoch']}, lost {lost}")
 
         replica = layout.replica_of(transport.rank)
-        communicator = GuardedCommunicator(transport, layout, transport.rank, 1e-9, 1e-9)
+        communicator = GuardedCommunicator(
+            transport, layout, transport.rank, QUICK, job.proven_dead
+        )
         world = communicator.begin(World.initial(layout))
         policy = make_policy(schedule.policy)
         driver = Driver(communicator, policy, world, replica, Injector([], emit), emit)

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).with_name("transcripts")
 @dataclass(frozen=True)
 class Story:
     """Calls of a rank: 0 split and 1 agreement of the start; then per iteration 2 buckets and an
-    agreement; a repair is shrink, split and agreement."""
+    agreement; a repair is shrink, split, survey and agreement."""
 
     name: str
     title: str
@@ -80,13 +80,25 @@ STORIES = [
     Story(
         "09_one_after_the_other",
         "Replicas die in successive iterations until one is left with all the work",
-        {0: Death(2, False), 3: Death(11, False), 4: Death(23, False)},
+        {0: Death(2, False), 3: Death(12, False), 4: Death(25, False)},
         layout=ReplicaLayout(4, 2),
     ),
     Story(
         "10_nobody_is_left",
         "Every replica loses a rank in the same bucket",
         {0: Death(2, False), 3: Death(2, True), 5: Death(2, False)},
+    ),
+    Story(
+        "13_partition_majority",
+        "Replica 2 is out of reach, not proven dead: the majority goes on",
+        {4: Death(3, False, silent=True)},
+        together=True,
+    ),
+    Story(
+        "14_partition_minority",
+        "The same partition, seen from replica 2: no majority, no proof, so it must not go on",
+        {0: Death(3, False, silent=True), 2: Death(3, False, silent=True)},
+        together=True,
     ),
     Story(
         "11_spares_stand_in",

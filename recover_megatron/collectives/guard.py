@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Set
 
+import numpy as np
+
+from recover_megatron.collectives.quorum import has_quorum
 from recover_megatron.collectives.transport import Array, Transport
+from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import ReplicaLost, Unrecoverable
 from recover_megatron.world import ReplicaLayout, World
 
+# Bits of an agreement.
+_COMMIT, _GO_ON = 1, 2
+
 
 class GuardedCommunicator:
-    """The protocol's three calls over any Transport. Every live rank makes the same calls."""
+    """The protocol's three calls over any Transport. Every live rank makes the same calls.
+
+    `proven_dead` tells the ranks that this rank knows to have ended (quorum.Evidence).
+    """
 
     def __init__(
         self,
         transport: Transport,
         layout: ReplicaLayout,
         rank: int,
-        settle_s: float,
-        settle_limit_s: float,
+        config: RecoveryConfig,
+        proven_dead: Callable[[], Set[int]],
     ):
         self._transport = transport
         self._layout = layout
         self._rank = rank
-        self._settle_s = settle_s
-        self._settle_limit_s = settle_limit_s
+        self._config = config
+        self._proven_dead = proven_dead
+        self.asked_to_stop = False  # this rank was told to; anyone may set it at any time
+        self.stopping = False  # all ranks know that one was told to; the same at all of them
 
     def begin(self, world: World) -> World:
         """Build the first position groups; every rank calls it once. Returns the world to start
         with: a smaller one if a rank died meanwhile."""
-        if self._transport.agree(self._split()):
+        if self.agree(self._split()):
             return world
         return self.repair(world)
 
@@ -43,17 +56,24 @@ class GuardedCommunicator:
             raise
 
     def agree(self, vote: bool) -> bool:
-        """The consensus barrier over the whole world: the same answer at every live rank."""
-        return self._transport.agree(vote)
+        """The consensus barrier over the whole world: the same answer at every live rank. A request
+        to stop travels along: a yes brings `stopping` up to date at every rank."""
+        flags = (_COMMIT if vote else 0) | (0 if self.asked_to_stop else _GO_ON)
+        answer = self._transport.agree(flags)
+        if answer & _COMMIT and not answer & _GO_ON:
+            self.stopping = True
+        return bool(answer & _COMMIT)
 
     def repair(self, world: World) -> World:
         """Rebuild world and position groups over the whole replicas that are left.
 
         Returns the next World, the same at every survivor. A rank whose own replica lost a member
-        leaves by SIGKILL. Another failure meanwhile means another round; each round loses at least
-        one rank or ends, so rounds are bounded. Raises Unrecoverable past that bound.
+        leaves by SIGKILL, and so do all ranks of a side of a partition that may not go on (I5).
+        Another failure meanwhile means another round; each round loses at least one rank or ends,
+        so rounds are bounded. Raises Unrecoverable past that bound.
         """
         transport = self._transport
+        before = {rank for r in world.replicas for rank in self._layout.ranks_of(r)}
         for _ in range(self._layout.ranks + 1):
             transport.revoke()
             self._settle()
@@ -61,9 +81,39 @@ class GuardedCommunicator:
             whole = self._layout.whole_replicas(ranks)
             if self._layout.replica_of(self._rank) not in whole:
                 transport.die("its replica lost a member")
-            if transport.agree(self._layout.only_whole(ranks) and self._split()):
+            ready = self._layout.only_whole(ranks) and self._split()
+            if self._has_quorum(before, ranks, ready):
                 return world.shrunk_to(whole)
         raise Unrecoverable(f"no agreed world after {self._layout.ranks + 1} rounds of repair")
+
+    def _has_quorum(self, before: Set[int], ranks: tuple[int, ...], ready: bool) -> bool:
+        """True if all of `ranks` are ready and may go on; False if another round is needed. Leaves
+        by SIGKILL, at every rank, if proof of the others' deaths does not come."""
+        for _ in range(self._config.proof_polls):
+            dead = self._survey() if ready else None
+            if not self.agree(dead is not None):
+                return False
+            assert dead is not None
+            if has_quorum(before, ranks, dead):
+                return True
+            time.sleep(self._config.proof_poll_s)
+        lost = sorted(before - set(ranks))
+        return self._transport.die(
+            f"the {len(ranks)} ranks here are no majority of {len(before)}, and of the others, "
+            f"{lost}, too few are proven dead: they may be alive and go on, so this side must not"
+        )
+
+    def _survey(self) -> frozenset[int] | None:
+        """The ranks that any live rank has proof against. None if a peer was lost meanwhile."""
+        send = np.zeros(self._layout.ranks, dtype=np.int8)
+        send[list(self._proven_dead())] = 1
+        receive = np.zeros_like(send)
+        try:
+            self._transport.survey(send, receive)
+        except ReplicaLost:
+            self._transport.revoke()
+            return None
+        return frozenset(np.flatnonzero(receive).tolist())
 
     def _split(self) -> bool:
         try:
@@ -80,11 +130,11 @@ class GuardedCommunicator:
         that costs another round, and can crash Open MPI 5.0.11 (ulfm.md, rule 6). The limit is for
         a mate that cannot die at once; shrink then waits for it, or the next round finds it.
         """
-        limit = time.monotonic() + self._settle_limit_s
+        limit = time.monotonic() + self._config.settle_limit_s
         # The dead of earlier repairs are in the set too, as whole replicas.
         dead, since = self._transport.failed(), time.monotonic()
         while (now := time.monotonic()) < limit:
-            if now - since >= self._settle_s and self._layout.only_whole(dead):
+            if now - since >= self._config.settle_s and self._layout.only_whole(dead):
                 return
             time.sleep(0.005)
             seen = self._transport.failed()

@@ -9,6 +9,7 @@ hub decides, and only when all live ranks are blocked in a call, so a seed repla
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +32,12 @@ class Killed(BaseException):
 @dataclass(frozen=True)
 class Death:
     """A rank dies at its `call`-th call (from 0): before it takes part, or inside, having taken
-    part. (Dying after a call is dying before the next one.)"""
+    part. (Dying after a call is dying before the next one.) No peer has proof of a `silent` death:
+    for them it is as if the rank were out of reach behind a partition."""
 
     call: int
     inside: bool
+    silent: bool = False
 
 
 @dataclass
@@ -130,6 +133,11 @@ class ScriptedJob:
 
     def failed(self) -> frozenset[int]:
         return frozenset(self._dead)
+
+    def proven_dead(self) -> frozenset[int]:
+        silent = [rank for rank, death in self._deaths.items() if death.silent]
+        behind = {self.layout.replica_of(rank) for rank in silent}
+        return frozenset(r for r in self._dead if self.layout.replica_of(r) not in behind)
 
     def call(self, rank: int, kind: str, payload: Any = None) -> Any:
         """Block until the hub has decided; return its value or raise its exception."""
@@ -231,7 +239,7 @@ class ScriptedJob:
         calls = sorted((c for c in here if c.rank not in self._dead), key=lambda c: c.rank)
         dead = [rank for rank in group.members if rank in self._dead]
         complete = len(calls) + len(dead) == len(group.members)
-        if kind in ("all_reduce", "split"):
+        if kind in ("all_reduce", "survey", "split"):
             if group.revoked:
                 return lambda: self._fail(calls)
             if dead:
@@ -274,7 +282,7 @@ class ScriptedJob:
             if sends:
                 receive[:] = functools.reduce(_COMBINE[op], sends)
             else:
-                receive[:] = self._random.randrange(2, 10**6)
+                receive[:] = self._random.randrange(2, 100)
             self._release(call, None)
 
     def _split(self, calls: list[_Call]) -> None:
@@ -287,11 +295,11 @@ class ScriptedJob:
             self._release(call, None)
 
     def _agree(self, here: list[_Call], calls: list[_Call], dead: list[int]) -> None:
-        votes = all(call.payload for call in here)
+        votes = functools.reduce(operator.and_, (call.payload for call in here))
         late = len(here) == len(_members(here))
         # Whoever died after the decision did not change it; the answer is uniform either way.
-        answer = votes and (not dead or (late and self._random.random() < 0.5))
-        self._note(f"agreement: {'yes' if answer else 'no'}")
+        answer = votes if not dead or (late and self._random.random() < 0.5) else 0
+        self._note(f"agreement: {'yes' if answer & 1 else 'no'}")
         for call in calls:
             self._release(call, answer)
 
@@ -339,8 +347,12 @@ class ScriptedTransport:
         check_pair(send, receive)
         self._job.call(self.rank, "all_reduce", (send, receive, op))
 
-    def agree(self, vote: bool) -> bool:
-        return bool(self._job.call(self.rank, "agree", vote))
+    def survey(self, send: Array, receive: Array) -> None:
+        check_pair(send, receive)
+        self._job.call(self.rank, "survey", (send, receive, "max"))
+
+    def agree(self, flags: int) -> int:
+        return int(self._job.call(self.rank, "agree", flags))
 
     def revoke(self) -> None:
         self._job.revoke(self.rank)

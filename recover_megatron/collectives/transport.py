@@ -22,9 +22,12 @@ class Transport(Protocol):
         the world has agreed (ulfm.md, rule 2). A rank that gets ReplicaLost must revoke().
         """
 
-    def agree(self, vote: bool) -> bool:
-        """True at every live rank of the world if all voted True and none had died, else False at
-        every live rank. Never hangs on a dead rank (MPI-ULFM: MPIX_Comm_agree)."""
+    def survey(self, send: Array, receive: Array) -> None:
+        """Element-wise maximum of `send` over the world. As `all_reduce` otherwise."""
+
+    def agree(self, flags: int) -> int:
+        """Bitwise and of all live ranks' `flags` (at most 31 bits), the same at every live rank of
+        the world; 0 if one had died. Never hangs on a dead rank (MPI-ULFM: MPIX_Comm_agree)."""
 
     def revoke(self) -> None:
         """End all pending and later collectives, everywhere, on the world and position groups."""

@@ -58,23 +58,29 @@ class UlfmTransport:
         self.before_death: Callable[[str], None] = lambda reason: None
 
     def all_reduce(self, send: Array, receive: Array, op: str) -> None:
+        self._reduce(self._group, "all_reduce", send, receive, op)
+
+    def survey(self, send: Array, receive: Array) -> None:
+        self._reduce(self._world, "survey", send, receive, "max")
+
+    def _reduce(self, comm: MPI.Comm, call: str, send: Array, receive: Array, op: str) -> None:
         check_pair(send, receive)
         try:
-            self._wait(self._group.Iallreduce(send, receive, _OPS[op]))
+            self._wait(comm.Iallreduce(send, receive, _OPS[op]))
         except MPI.Exception as error:
             # A non-blocking collective that cannot post to a dead peer says MPI_ERR_OTHER.
-            known = self._group.Is_revoked() or self._group.Get_failed().Get_size() > 0
-            raise _lost(error, "all_reduce", lost_is_known=known) from None
+            known = comm.Is_revoked() or comm.Get_failed().Get_size() > 0
+            raise _lost(error, call, lost_is_known=known) from None
 
-    def agree(self, vote: bool) -> bool:
-        flag = np.array([vote], dtype=np.int32)
+    def agree(self, flags: int) -> int:
+        flag = np.array([flags], dtype=np.int32)
         try:
             self._wait(self._world.Iagree(flag))
-            return bool(flag[0])
+            return int(flag[0])
         except MPI.Exception as error:
             # Uniform at all survivors, so a consistent "no" (ulfm.md, rule 2).
             _lost(error, "agree")
-            return False
+            return 0
 
     def _wait(self, request: MPI.Request) -> None:
         """Until the request is complete, asleep in between if ranks outnumber cores.
@@ -119,7 +125,8 @@ class UlfmTransport:
     def share(self, value: bytes, ranks: range, width: int = 256) -> list[bytes]:
         """Every rank of `ranks` gives up to `width` bytes and gets all of them, in rank order.
 
-        Collective over the whole world (each rank names its own replica). Raw bytes, no pickle.
+        Collective over the initial world (each rank names the ranks that it is among: its own
+        replica's, or all). Raw bytes, no pickle.
         """
         comm = MPI.COMM_WORLD.Split(ranks.start, self.rank)
         mine = np.zeros(width, dtype=np.uint8)

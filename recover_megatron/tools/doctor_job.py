@@ -13,8 +13,10 @@ import time
 import numpy as np
 
 from recover_megatron.collectives.guard import GuardedCommunicator
+from recover_megatron.collectives.quorum import Evidence, gather_places
 from recover_megatron.collectives.ulfm import UlfmTransport
 from recover_megatron.collectives.watcher import Watcher
+from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import ReplicaLost
 from recover_megatron.world import ReplicaLayout, World
 
@@ -25,7 +27,10 @@ def main() -> int:
     watcher = Watcher(transport, frozenset(), 0.02, lambda ranks: None)
     watcher.start()
     transport.split(0)
-    communicator = GuardedCommunicator(transport, layout, transport.rank, 0.1, 10.0)
+    evidence = Evidence(gather_places(transport), None)
+    communicator = GuardedCommunicator(
+        transport, layout, transport.rank, RecoveryConfig(), evidence
+    )
     ones, total = np.ones(1 << 20, dtype=np.float32), np.empty(1 << 20, dtype=np.float32)
     if transport.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from recover_megatron.adapters.megatron.arguments import read_job
 from recover_megatron.collectives.guard import GuardedCommunicator
+from recover_megatron.collectives.quorum import Evidence, gather_places
 from recover_megatron.collectives.watchdog import Watchdog
 from recover_megatron.collectives.watcher import Watcher
 from recover_megatron.config import RecoveryConfig
@@ -27,6 +28,7 @@ from recover_megatron.world import ReplicaLayout, World
 
 logger = logging.getLogger(__name__)
 
+EVIDENCE_FILE = "RECOVER_EVIDENCE_FILE"  # set by the host's witness (hosts/witness.py)
 EXIT_CONFIG = 2
 EXIT_UNRECOVERABLE = 3
 
@@ -105,9 +107,8 @@ def start(argv: Sequence[str]) -> Session:
     watcher.start()
     console = Console(folder, replica_id, position) if folder else None
     store = _own_torch_world(transport, layout, replica_id, position)
-    communicator = GuardedCommunicator(
-        transport, layout, rank, config.settle_s, config.settle_limit_s
-    )
+    evidence = Evidence(gather_places(transport), _evidence_file())
+    communicator = GuardedCommunicator(transport, layout, rank, config, evidence)
     world = communicator.begin(World.initial(layout))
     faults = parse_faults(config.inject, layout)
     mine = [f for f in faults if (f.replica, f.position) == (replica_id, position)]
@@ -152,6 +153,11 @@ def _check_mpirun() -> None:
             "fault tolerance (ULFM) is not switched on in this MPI job; start it with "
             "`mpirun --with-ft ulfm ...`, or let `recover-megatron launch` build the line"
         )
+
+
+def _evidence_file() -> Path | None:
+    path = os.environ.get(EVIDENCE_FILE)
+    return Path(path) if path else None
 
 
 def _follow_membership(session: Session, seen_dead: Sequence[int]) -> None:

@@ -1,0 +1,91 @@
+"""Who may go on after a partition (I5), and what counts as proof of a death. Standard library only.
+
+ULFM says only that a rank has failed: it may be dead, or out of reach and alive. A dead one is no
+danger. One that is out of reach thinks the same of us, and both sides would train on apart.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def has_quorum(before: Iterable[int], survivors: Iterable[int], dead: Iterable[int]) -> bool:
+    """True if `survivors` may go on without the rest of `before`, the last agreed world's ranks.
+
+    Whoever is proven dead is not counted. Of the others the survivors must be more than half, or
+    half with the lowest rank among them. At most one side of a partition can be that, whatever
+    deaths each side has proof of: the sides count each other, and neither can be proven dead.
+    """
+    side = set(survivors)
+    contenders = (set(before) - set(dead)) | side
+    twice = 2 * len(side)
+    return twice > len(contenders) or (twice == len(contenders) and min(contenders) in side)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank lives. Prints as `host pid`."""
+
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"{self.host} {self.pid}"
+
+
+def parse_place(text: str) -> Place:
+    host, pid = text.split()
+    return Place(host, int(pid))
+
+
+def gather_places(transport: Any) -> list[Place]:
+    """Of all ranks, by rank. Every rank calls it, at start-up."""
+    mine = Place(socket.gethostname(), os.getpid())
+    return [
+        parse_place(place.decode())
+        for place in transport.share(str(mine).encode(), range(transport.size))
+    ]
+
+
+class Evidence:
+    """Which ranks are proven dead, as far as this rank can tell.
+
+    Ranks on this host: their process is gone. Ranks elsewhere: what this host's witness has written
+    into `file` (hosts/witness.py), a line `host` for a host and `host pid` for a process. Without a
+    file (one host) there is no other source.
+    """
+
+    def __init__(self, places: Sequence[Place], file: Path | None):
+        self._places = places
+        self._file = file
+        self._here = socket.gethostname()
+
+    def __call__(self) -> frozenset[int]:
+        told = self._told()
+        return frozenset(
+            rank
+            for rank, place in enumerate(self._places)
+            if place.host in told
+            or str(place) in told
+            or (place.host == self._here and not running(place.pid))
+        )
+
+    def _told(self) -> frozenset[str]:
+        try:
+            return frozenset(self._file.read_text().splitlines()) if self._file else frozenset()
+        except FileNotFoundError:
+            return frozenset()
+
+
+def running(pid: int) -> bool:
+    """False if the process is gone, or has ended and waits for its parent (a zombie)."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
