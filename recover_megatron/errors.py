@@ -19,5 +19,9 @@ class Unrecoverable(RecoveryError):
     """Too few replicas are left: the job stops, with a checkpoint where one could be saved."""
 
 
+class NoQuorum(RecoveryError):
+    """The other side of a partition may go on, so this one must leave, by SIGKILL."""
+
+
 class InvariantViolation(RecoveryError):
     """Our bug. Never caught on the way up: the rank prints it and leaves by SIGKILL."""

@@ -9,6 +9,7 @@ import numpy as np
 from recover_megatron.collectives.guard import GuardedCommunicator
 from recover_megatron.collectives.scripted import Death, ScriptedJob, ScriptedTransport
 from recover_megatron.config import RecoveryConfig
+from recover_megatron.errors import NoQuorum
 from recover_megatron.inject import Injector
 from recover_megatron.recovery.driver import Driver
 from recover_megatron.recovery.snapshot import Bucket
@@ -68,6 +69,12 @@ def simulate(schedule: Schedule):
     job = ScriptedJob(layout, schedule.deaths, schedule.seed, schedule.together)
 
     def rank_main(transport: ScriptedTransport):
+        try:
+            return steps_of_a_rank(transport)
+        except NoQuorum as error:
+            transport.die(str(error))
+
+    def steps_of_a_rank(transport: ScriptedTransport):
         def emit(event, **facts):
             if event == "committed":
                 shares = facts["assignment"].replace("\n", "; ")

@@ -19,9 +19,10 @@ MAY_IMPORT = {
     "collectives": set(),
     "workload": set(),
     "recovery": {"workload"},
-    "adapters": {"collectives", "recovery", "workload"},
+    "hosts": {"collectives"},
+    "adapters": {"collectives", "recovery", "workload", "hosts"},
     "pretrain": {"workload"},
-    "tools": {"adapters", "collectives", "recovery", "workload"},
+    "tools": {"adapters", "collectives", "recovery", "workload", "hosts"},
 }
 OWNERS = {  # outside library -> the only places that may import it
     "mpi4py": {"collectives/ulfm.py"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 
 from hypothesis import given
@@ -41,7 +40,7 @@ def test_a_majority_needs_no_proof_and_of_two_halves_the_one_with_the_lowest_ran
 
 
 def test_proof_is_a_process_that_is_gone_or_the_witness_saying_so(tmp_path):
-    here = socket.gethostname()
+    here = "h0"
     with subprocess.Popen(["sleep", "60"]) as alive:
         ended = subprocess.Popen(["true"])
         while running(ended.pid):  # until it is a zombie
@@ -49,13 +48,13 @@ def test_proof_is_a_process_that_is_gone_or_the_witness_saying_so(tmp_path):
         file = tmp_path / "dead"
         places = [Place(here, alive.pid), Place(here, ended.pid)]
         places += [Place("h1", 7), Place("h1", 8), Place("h2", 7)]
-        evidence = Evidence(places, file)
+        evidence = Evidence(places, here, file)
         assert evidence() == {1}
         file.write_text("h1 8\n")
         assert evidence() == {1, 3}
         file.write_text("h1 8\nh2\n")
         assert evidence() == {1, 3, 4}
-        assert Evidence(places, None)() == {1}
+        assert Evidence(places, here, None)() == {1}
         alive.kill()
         ended.wait()
     assert evidence() == {0, 1, 3, 4}

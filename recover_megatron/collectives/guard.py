@@ -10,7 +10,7 @@ import numpy as np
 from recover_megatron.collectives.quorum import has_quorum
 from recover_megatron.collectives.transport import Array, Transport
 from recover_megatron.config import RecoveryConfig
-from recover_megatron.errors import ReplicaLost, Unrecoverable
+from recover_megatron.errors import NoQuorum, ReplicaLost, Unrecoverable
 from recover_megatron.world import ReplicaLayout, World
 
 # Bits of an agreement.
@@ -68,9 +68,9 @@ class GuardedCommunicator:
         """Rebuild world and position groups over the whole replicas that are left.
 
         Returns the next World, the same at every survivor. A rank whose own replica lost a member
-        leaves by SIGKILL, and so do all ranks of a side of a partition that may not go on (I5).
-        Another failure meanwhile means another round; each round loses at least one rank or ends,
-        so rounds are bounded. Raises Unrecoverable past that bound.
+        leaves by SIGKILL. Raises NoQuorum at every rank of a side of a partition that may not go on
+        (I5). Another failure meanwhile means another round; each round loses at least one rank or
+        ends, so rounds are bounded. Raises Unrecoverable past that bound.
         """
         transport = self._transport
         before = {rank for r in world.replicas for rank in self._layout.ranks_of(r)}
@@ -87,8 +87,8 @@ class GuardedCommunicator:
         raise Unrecoverable(f"no agreed world after {self._layout.ranks + 1} rounds of repair")
 
     def _has_quorum(self, before: Set[int], ranks: tuple[int, ...], ready: bool) -> bool:
-        """True if all of `ranks` are ready and may go on; False if another round is needed. Leaves
-        by SIGKILL, at every rank, if proof of the others' deaths does not come."""
+        """True if all of `ranks` are ready and may go on; False if another round is needed. Raises
+        NoQuorum, at every rank, if proof of the others' deaths does not come."""
         for _ in range(self._config.proof_polls):
             dead = self._survey() if ready else None
             if not self.agree(dead is not None):
@@ -98,7 +98,7 @@ class GuardedCommunicator:
                 return True
             time.sleep(self._config.proof_poll_s)
         lost = sorted(before - set(ranks))
-        return self._transport.die(
+        raise NoQuorum(
             f"the {len(ranks)} ranks here are no majority of {len(before)}, and of the others, "
             f"{lost}, too few are proven dead: they may be alive and go on, so this side must not"
         )

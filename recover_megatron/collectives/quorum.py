@@ -7,7 +7,6 @@ danger. One that is out of reach thinks the same of us, and both sides would tra
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +42,9 @@ def parse_place(text: str) -> Place:
     return Place(host, int(pid))
 
 
-def gather_places(transport: Any) -> list[Place]:
-    """Of all ranks, by rank. Every rank calls it, at start-up."""
-    mine = Place(socket.gethostname(), os.getpid())
+def gather_places(transport: Any, host: str) -> list[Place]:
+    """Of all ranks, by rank. Every rank calls it, at start-up, with its host's name."""
+    mine = Place(host, os.getpid())
     return [
         parse_place(place.decode())
         for place in transport.share(str(mine).encode(), range(transport.size))
@@ -60,10 +59,10 @@ class Evidence:
     file (one host) there is no other source.
     """
 
-    def __init__(self, places: Sequence[Place], file: Path | None):
+    def __init__(self, places: Sequence[Place], host: str, file: Path | None):
         self._places = places
         self._file = file
-        self._here = socket.gethostname()
+        self._here = host
 
     def __call__(self) -> frozenset[int]:
         told = self._told()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from recover_megatron.collectives.quorum import running
 from recover_megatron.collectives.transport import Transport
 
 
@@ -15,6 +16,8 @@ class Watcher:
       the training thread computes (ulfm.md, rule 4).
     * When a mate of this rank's replica has died, it ends this process: the rest of a replica has
       no use, and its peers must not wait for it. No NCCL or gloo time-out is waited for.
+    * So it does when the process `witness_pid` has ended, if there is one: other hosts take that
+      for proof that no rank runs on this host (hosts/witness.py).
     """
 
     def __init__(
@@ -23,11 +26,13 @@ class Watcher:
         mates: frozenset[int],
         poll_s: float,
         on_failed: Callable[[list[int]], None],
+        witness_pid: int | None = None,
     ):
         self._transport = transport
         self._mates = mates
         self._poll_s = poll_s
         self._on_failed = on_failed
+        self._witness_pid = witness_pid
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recover-watcher", daemon=True)
 
@@ -49,3 +54,5 @@ class Watcher:
             if failed & self._mates:
                 mate = min(failed & self._mates)
                 self._transport.die(f"rank {mate} of its replica has died")
+            if self._witness_pid is not None and not running(self._witness_pid):
+                self._transport.die("its host's witness has ended")

@@ -14,12 +14,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 from recover_megatron.adapters.megatron.arguments import Job, read_job, wants_recovery
 from recover_megatron.errors import ConfigError
+from recover_megatron.tools.launch_hosts import (
+    REMOTE_SHELL,
+    Host,
+    HostJob,
+    parse_hosts,
+    placement,
+)
 from recover_megatron.trace import read_traces
 
 # ulfm.md, section 0. A rank that makes no MPI progress for the detector's time-out is declared
@@ -40,7 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replicas", type=int, help="default: as many as this machine's GPUs allow"
     )
-    parser.add_argument("--hostfile", help="Open MPI hostfile; default: this machine")
+    parser.add_argument(
+        "--hosts",
+        help="NAME[:RANKS],... of the hosts to use, this one among them or not; the job then "
+        "outlives the loss of any of them (docs/hosts.md); default: this machine alone",
+    )
+    parser.add_argument(
+        "--remote-shell",
+        default=REMOTE_SHELL,
+        metavar="COMMAND",
+        help="what starts a command line on {host} (default: %(default)s)",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the mpirun line, start nothing"
     )
@@ -57,9 +74,13 @@ def run(args: argparse.Namespace) -> int:
     if replicas < 1:
         raise ConfigError(f"--replicas must be at least 1, got {replicas}")
     job.layout(replicas * job.ranks_per_replica)
-    command = mpirun_command(job, replicas, script, args.hostfile)
+    hosts: tuple[Host, ...] = ()
+    if args.hosts:
+        hosts = parse_hosts(args.hosts, replicas, job.ranks_per_replica)
     if args.dry_run:
-        print(shlex.join(command))
+        print(shlex.join(mpirun_command(job, replicas, script)))
+        if hosts:
+            print(placement(hosts, replicas, job.ranks_per_replica))
         print(
             f"# {replicas} replicas x {job.ranks_per_replica} ranks; B = {job.microbatches} "
             f"microbatches of {job.samples_per_microbatch} samples; run folder {trace_dir}"
@@ -68,18 +89,23 @@ def run(args: argparse.Namespace) -> int:
     Path(trace_dir).mkdir(parents=True, exist_ok=True)
     marker = Path(trace_dir) / "exit_code"
     marker.unlink(missing_ok=True)
-    return _exit_code(_run_passing_signals(command), marker)
+    if not hosts:
+        command = mpirun_command(job, replicas, script)
+        return _exit_code(_run(command, os.environ, wait=lambda mpirun: mpirun.wait()), marker)
+    with HostJob(hosts, Path(trace_dir), args.remote_shell) as host_job:
+        print(placement(hosts, replicas, job.ranks_per_replica), file=sys.stderr)
+        command = mpirun_command(job, replicas, script, host_job.arguments)
+        code = _run(command, {**os.environ, **host_job.environment}, host_job.wait)
+    return _exit_code(code, marker)
 
 
 def mpirun_command(
-    job: Job, replicas: int, script: Sequence[str], hostfile: str | None = None
+    job: Job, replicas: int, script: Sequence[str], more: Sequence[str] = ()
 ) -> list[str]:
-    """The words of the mpirun line, to be run without a shell."""
-    command = mpirun_prefix()
-    if hostfile:
-        command += ["--hostfile", hostfile]
-    ranks = replicas * job.ranks_per_replica
-    return [*command, "-n", str(ranks), sys.executable, "-m", "recover_megatron", *script]
+    """The words of the mpirun line, to be run without a shell; `more` are for other hosts."""
+    ranks = str(replicas * job.ranks_per_replica)
+    python = [sys.executable, "-m", "recover_megatron"]
+    return [*mpirun_prefix(), *more, "-n", ranks, *python, *script]
 
 
 def mpirun_prefix() -> list[str]:
@@ -132,16 +158,20 @@ def _replicas_for_gpus(job: Job) -> int:
     return gpus // job.ranks_per_replica
 
 
-def _run_passing_signals(command: Sequence[str]) -> int:
+def _run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    wait: Callable[[subprocess.Popen[bytes]], int],
+) -> int:
     """Run to the end in a process group of its own, handing on SIGINT and SIGTERM once each."""
-    process = subprocess.Popen(command, start_new_session=True)
+    process = subprocess.Popen(command, start_new_session=True, env=environment)
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         process.send_signal(number)
 
     before = {n: signal.signal(n, hand_on) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return process.wait()
+        return wait(process)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -24,7 +24,8 @@ from recover_megatron.adapters.megatron.session import (
     Session,
     start,
 )
-from recover_megatron.errors import ConfigError, Unrecoverable
+from recover_megatron.errors import ConfigError, NoQuorum, Unrecoverable
+from recover_megatron.hosts.folder import HostFolder
 
 PLATFORM_FLAG = "--recover-platform"
 
@@ -69,6 +70,10 @@ def _run_recovering(
     except Unrecoverable as error:
         _say(f"stopped: {error}", session)
         finish(session, EXIT_UNRECOVERABLE)
+    except NoQuorum as error:
+        if folder := HostFolder.of_this_rank():
+            folder.write("no_quorum")
+        die(session, error)
     except BaseException as error:
         die(session, error)
     finish(session, 0)

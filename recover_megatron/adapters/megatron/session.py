@@ -13,13 +13,14 @@ from typing import Any, NoReturn
 
 from recover_megatron.adapters.megatron.arguments import read_job
 from recover_megatron.collectives.guard import GuardedCommunicator
-from recover_megatron.collectives.quorum import Evidence, gather_places
+from recover_megatron.collectives.quorum import Evidence, Place, gather_places
 from recover_megatron.collectives.watchdog import Watchdog
 from recover_megatron.collectives.watcher import Watcher
 from recover_megatron.config import RecoveryConfig
 from recover_megatron.console import Console
 from recover_megatron.errors import ConfigError
 from recover_megatron.faults import parse_faults
+from recover_megatron.hosts.folder import HOST, WITNESS_PID, HostFolder
 from recover_megatron.inject import Injector
 from recover_megatron.recovery.driver import Driver
 from recover_megatron.trace import Trace, trace_path
@@ -28,7 +29,6 @@ from recover_megatron.world import ReplicaLayout, World
 
 logger = logging.getLogger(__name__)
 
-EVIDENCE_FILE = "RECOVER_EVIDENCE_FILE"  # set by the host's witness (hosts/witness.py)
 EXIT_CONFIG = 2
 EXIT_UNRECOVERABLE = 3
 
@@ -48,6 +48,7 @@ class Session:
     injector: Injector
     trace: Trace
     console: Console | None
+    host_folder: HostFolder | None
     store: Any  # position 0 keeps the replica's TCPStore server alive
 
     @property
@@ -65,13 +66,15 @@ class Session:
         self.watchdog.rest()
         self.driver.guarded("end", lambda: None)
         self.trace.emit("finished", code=code, replicas=list(self.driver.world.replicas))
-        if self.leading and self.position == 0 and self.config.trace_dir:
-            write_exit_code(self.config.trace_dir, code)
         self.watcher.stop()
         if self.console is not None:
             self.console.close()
         sys.stdout.flush()
         sys.stderr.flush()
+        if self.leading and self.position == 0 and self.config.trace_dir:
+            write_exit_code(self.config.trace_dir, code)
+        if self.host_folder is not None:
+            self.host_folder.write("done", f"{code}\n")
         self.communicator.agree(True)
         os._exit(code)
 
@@ -92,6 +95,9 @@ def start(argv: Sequence[str]) -> Session:
     trace = Trace(folder, replica_id, position)
     trace_file = str(trace_path(folder, replica_id, position)) if folder else None
     watchdog = Watchdog(config.hang_timeout_s, config.hang_floor_s, trace_file)
+    host, host_folder = os.environ.get(HOST) or socket.gethostname(), HostFolder.of_this_rank()
+    if host_folder is not None:
+        host_folder.write(f"ranks/{os.getpid()}")
     from recover_megatron.collectives.ulfm import UlfmTransport  # starts MPI
 
     transport = UlfmTransport()
@@ -103,11 +109,14 @@ def start(argv: Sequence[str]) -> Session:
         seen_dead.extend(ranks)
         trace.emit("peer_failed", ranks=ranks)
 
-    watcher = Watcher(transport, mates, config.poll_s, note_dead)
+    witness = os.environ.get(WITNESS_PID)
+    witness_pid = int(witness) if witness else None
+    watcher = Watcher(transport, mates, config.poll_s, note_dead, witness_pid)
     watcher.start()
     console = Console(folder, replica_id, position) if folder else None
     store = _own_torch_world(transport, layout, replica_id, position)
-    evidence = Evidence(gather_places(transport), _evidence_file())
+    places = gather_places(transport, host)
+    evidence = Evidence(places, host, host_folder.path / "dead" if host_folder else None)
     communicator = GuardedCommunicator(transport, layout, rank, config, evidence)
     world = communicator.begin(World.initial(layout))
     faults = parse_faults(config.inject, layout)
@@ -127,9 +136,12 @@ def start(argv: Sequence[str]) -> Session:
         injector,
         trace,
         console,
+        host_folder,
         store,
     )
     _follow_membership(session, seen_dead)
+    if host_folder is not None:
+        _fence_lost_hosts(driver, layout, places, host_folder)
     trace.emit("started", host=socket.gethostname(), pid=os.getpid(), ranks=layout.ranks)
     return session
 
@@ -155,9 +167,17 @@ def _check_mpirun() -> None:
         )
 
 
-def _evidence_file() -> Path | None:
-    path = os.environ.get(EVIDENCE_FILE)
-    return Path(path) if path else None
+def _fence_lost_hosts(
+    driver: Driver, layout: ReplicaLayout, places: Sequence[Place], folder: HostFolder
+) -> None:
+    """Nothing that a lost host may still send is to be heard: if a partition heals, what its ranks
+    believed of ours would make the run-time take ours for dead (ulfm.md, T10)."""
+
+    def changed(world: World) -> None:
+        live = {places[rank].host for r in world.replicas for rank in layout.ranks_of(r)}
+        folder.write_lines("fenced", {place.host for place in places} - live)
+
+    driver.on_repair(changed)
 
 
 def _follow_membership(session: Session, seen_dead: Sequence[int]) -> None:

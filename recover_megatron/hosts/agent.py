@@ -1,0 +1,103 @@
+"""The launch agent: mpirun runs it, in ssh's place, once for each other host.
+
+    python -m recover_megatron.hosts.agent HOST WORDS-OF-THE-DAEMON'S-COMMAND
+
+It starts `relay.py` on the host with the daemon's command, and stays as long as mpirun must believe
+that the host is there: mpirun takes the end of its agent, or of the daemon's connection, for the
+loss of the host and ends the job. What it needs to know stands in the launcher's settings file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from recover_megatron.hosts.folder import HostFolder
+from recover_megatron.hosts.tunnel import Tunnel
+
+SETTINGS = "RECOVER_AGENT_SETTINGS"
+# Where a daemon finds its parent: `prte_hnp_uri "prterun-h0-1@0.0;tcp://10.0.0.1:3456:24"`.
+URI = re.compile(
+    r'((?:prte_hnp_uri|prte_parent_uri) "?[^";]+);tcp://([0-9.]+)(?:,[0-9.,]+)?:(\d+):([0-9,]+)'
+)
+_GRACE_S = 1.0  # for the survivors to leave by themselves once the exit code is certain
+
+
+def main(argv: list[str]) -> int:
+    settings = json.loads(Path(os.environ[SETTINGS]).read_text())
+    host, command = argv[0], " ".join(argv[1:])
+    folder = HostFolder(settings["folder"])
+    log = Path(settings["logs"]) / f"host.{host}.log"
+    found = URI.search(command)
+    if found is None:
+        print(f"recover: no address of mpirun in the command for host {host}", file=sys.stderr)
+        return 1
+    address, port = found[2], int(found[3])
+    tunnel = Tunnel(
+        address,
+        (address, port),
+        protect="target",
+        fenced=lambda: host in folder.lines("fenced"),
+        admit=settings["password"],
+    )
+    order = {
+        "host": host,
+        "command": command,
+        "tunnel": [address, tunnel.port],
+        "launcher": settings["launcher"],
+        "password": settings["password"],
+    }
+    with log.open("ab") as output:
+        remote = start_remote(settings, host, order, output)
+        code = remote.wait()
+    if tunnel.joined.is_set():
+        _outlive(tunnel, folder)
+    print(f"recover: host {host} did not start (code {code}): {_last(log)}", file=sys.stderr)
+    return code or 1
+
+
+def start_remote(
+    settings: dict[str, Any], host: str, order: dict[str, Any], output: Any
+) -> subprocess.Popen[bytes]:
+    """The relay on `host`, by the user's remote shell; the order goes to its standard input, so
+    that no password stands in a list of processes."""
+    words = [settings["python"], "-m", "recover_megatron.hosts.relay"]
+    template = settings["remote_shell"]
+    quoted = shlex.join(words)  # ssh gives one string to the remote user's shell
+    remote = subprocess.Popen(
+        [*(word.replace("{host}", host) for word in template), quoted],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        cwd=settings["directory"],
+    )
+    assert remote.stdin is not None
+    with remote.stdin as pipe:
+        pipe.write(json.dumps(order).encode() + b"\n")
+    return remote
+
+
+def _outlive(tunnel: Tunnel, folder: HostFolder) -> NoReturn:
+    """The remote shell has ended: the job has, or the host is lost, which mpirun must not see until
+    the survivors have brought the job to its end."""
+    while not tunnel.ended.wait(0.1):
+        if folder.has("done"):
+            tunnel.ended.wait(_GRACE_S)
+            tunnel.close()
+            break
+    os._exit(0)  # whatever the tunnel's threads do; a code would be taken for the host's loss
+
+
+def _last(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

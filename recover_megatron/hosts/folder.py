@@ -1,0 +1,57 @@
+"""The folder in which a host's witness and the ranks on that host tell each other things.
+
+One per host and job, made by the witness in the host's own temporary folder (mode 0700). Whoever
+writes a file does it atomically; nobody waits for the other.
+
+    ranks/PID   this rank has started (the rank)
+    dead        lines `HOST` or `HOST PID`: proven dead, elsewhere too (the witness)
+    fenced      lines `HOST`: shut out, whatever it may still send (the ranks, after a repair)
+    no_quorum   this host's ranks had to leave, being no majority (the ranks)
+    done        the job's exit code, once it is certain (the ranks; elsewhere the witness)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+FOLDER = "RECOVER_HOST_FOLDER"  # environment variables that the witness sets for its ranks
+HOST = "RECOVER_HOST_NAME"
+WITNESS_PID = "RECOVER_WITNESS_PID"
+
+
+class HostFolder:
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    @classmethod
+    def of_this_rank(cls) -> HostFolder | None:
+        """None in a job on one host, which needs no witness."""
+        path = os.environ.get(FOLDER)
+        return cls(path) if path else None
+
+    def write(self, name: str, text: str = "") -> None:
+        path = self.path / name
+        path.parent.mkdir(exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(text)
+        partial.replace(path)
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).exists()
+
+    def lines(self, name: str) -> frozenset[str]:
+        """Empty if the file is not there."""
+        try:
+            return frozenset((self.path / name).read_text().splitlines())
+        except FileNotFoundError:
+            return frozenset()
+
+    def write_lines(self, name: str, lines: Iterable[str]) -> None:
+        self.write(name, "".join(f"{line}\n" for line in sorted(lines)))
+
+    def ranks(self) -> frozenset[int]:
+        """The processes that have said that they are ranks of this host."""
+        found = (p.name for p in (self.path / "ranks").glob("*"))
+        return frozenset(int(name) for name in found if name.isdigit())

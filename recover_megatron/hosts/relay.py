@@ -1,0 +1,94 @@
+"""The other host's side of the launch agent: started there by agent.py, its order on stdin.
+
+Runs mpirun's daemon behind a tunnel of its own, so that the daemon does not see the loss of
+mpirun's host, which would be the end of all ranks here; and is this host's witness.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from types import FrameType
+from typing import Any
+
+from recover_megatron.hosts.agent import URI
+from recover_megatron.hosts.folder import FOLDER, HOST, WITNESS_PID, HostFolder
+from recover_megatron.hosts.tunnel import Tunnel, address_towards
+from recover_megatron.hosts.witness import Witness
+
+_GRACE_S = 3.0
+
+
+def main() -> None:
+    order = json.loads(sys.stdin.readline())
+    # The shell that started this may go, with mpirun's host; nobody reads the output then.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    with tempfile.TemporaryDirectory(prefix="recover-") as path:
+        folder = HostFolder(path)
+        code = _serve(order, folder)
+    os._exit(code)
+
+
+def _serve(order: dict[str, Any], folder: HostFolder) -> int:
+    host, password = order["host"], order["password"]
+    mpirun, port = order["tunnel"]
+    launcher_address, launcher_port, launcher_name = order["launcher"]
+    here = address_towards(mpirun)
+    witness = Witness(host, here, folder, password)
+    witness.start((launcher_address, launcher_port))
+    tunnel = Tunnel(
+        here,
+        (mpirun, port),
+        protect="client",
+        fenced=lambda: launcher_name in folder.lines("fenced"),
+        present=password,
+    )
+    command = URI.sub(lambda found: f"{found[1]};tcp://{here}:{tunnel.port}:24", order["command"])
+    command = command.replace(" --daemonize ", " ", 1)  # its end is to be seen here
+    daemon = subprocess.Popen(
+        ["/bin/sh", "-c", command],
+        env={**os.environ, FOLDER: str(folder.path), HOST: host, WITNESS_PID: str(os.getpid())},
+        start_new_session=True,
+    )
+    signal.signal(signal.SIGTERM, lambda number, frame: _end(daemon, number, frame))
+    print(f"relay on {host}: daemon {daemon.pid}, witness at {here}:{witness.port}", flush=True)
+    code = _wait(daemon, tunnel, witness)
+    print(f"relay on {host}: ends, daemon's code {code}", flush=True)
+    return code
+
+
+def _wait(daemon: subprocess.Popen[bytes], tunnel: Tunnel, witness: Witness) -> int:
+    """Until the daemon has ended, by mpirun's order; or mpirun is lost and nothing is left to do
+    here."""
+    while True:
+        try:
+            return daemon.wait(0.1)
+        except subprocess.TimeoutExpired:
+            pass
+        alone = tunnel.far_lost.is_set() or witness.folder.has("no_quorum")
+        if witness.left == 0 and alone:
+            print("relay: mpirun is out of reach and no rank is left here", flush=True)
+            _kill_group(daemon)
+            return daemon.wait()
+
+
+def _end(daemon: subprocess.Popen[bytes], number: int, frame: FrameType | None) -> None:
+    """This host is being shut down (SIGTERM, by Slurm for one): the ranks first."""
+    _kill_group(daemon)
+    os._exit(128 + number)
+
+
+def _kill_group(daemon: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(daemon.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+if __name__ == "__main__":
+    main()

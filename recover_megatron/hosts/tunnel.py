@@ -1,0 +1,117 @@
+"""A TCP relay, one of whose ends never sees the other go."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+
+_BLOCK = 1 << 16
+
+
+class Tunnel:
+    """Listens on `bind` and passes connections on to `target`, both (address, port).
+
+    With `protect="target"` it is the connection to `target` that stays open, and is drained, when
+    the accepted one breaks; with `protect="client"` the other way round. What the far end sends is
+    dropped while `fenced()`.
+
+    A client must begin with `password` and a newline if one is given to `admit`; the tunnel itself
+    begins so towards `target` with `present`.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        target: tuple[str, int],
+        protect: str,
+        fenced: Callable[[], bool],
+        admit: str = "",
+        present: str = "",
+    ):
+        self._target = target
+        self._protect_target = protect == "target"
+        self._fenced = fenced
+        self._admit = admit
+        self._present = present
+        self._protected: list[socket.socket] = []
+        self.joined = threading.Event()  # a connection came through
+        self.far_lost = threading.Event()  # one broke at its far end, and that is hidden
+        self.ended = threading.Event()  # the protected end itself has closed
+        self._server = socket.create_server((bind, 0))
+        self.port: int = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Let the protected end see that the other is gone."""
+        for end in self._protected:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._server.accept()
+            threading.Thread(target=self._connect, args=(client,), daemon=True).start()
+
+    def _connect(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            if self._admit and not admits(client, self._admit):
+                client.close()
+                return
+            target = socket.create_connection(self._target)
+            if self._present:
+                target.sendall(f"{self._present}\n".encode())
+            for end in (client, target):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.joined.set()
+            near, far = (target, client) if self._protect_target else (client, target)
+            self._protected.append(near)
+            self._pump(near, far)
+
+    def _pump(self, near: socket.socket, far: socket.socket) -> None:
+        with selectors.DefaultSelector() as ready:
+            ready.register(near, selectors.EVENT_READ)
+            ready.register(far, selectors.EVENT_READ)
+            while True:
+                for key, _ in ready.select():
+                    came = key.fileobj
+                    try:
+                        data = came.recv(_BLOCK)  # type: ignore[union-attr]
+                    except OSError:
+                        data = b""
+                    if came is near and not data:
+                        self.ended.set()
+                        far.close()
+                        return
+                    if came is far and not data:
+                        self.far_lost.set()
+                        ready.unregister(far)
+                        far.close()
+                    elif came is far and not self._fenced():
+                        near.sendall(data)
+                    elif came is near and not self.far_lost.is_set():
+                        with contextlib.suppress(OSError):  # recv will tell
+                            far.sendall(data)
+
+
+def admits(client: socket.socket, password: str) -> bool:
+    """Reads one line, of at most the password's length, and compares it."""
+    client.settimeout(30)
+    line = b""
+    while len(line) <= len(password) and not line.endswith(b"\n"):
+        byte = client.recv(1)
+        if not byte:
+            return False
+        line += byte
+    client.settimeout(None)
+    return hmac.compare_digest(line, f"{password}\n".encode())
+
+
+def address_towards(host: str) -> str:
+    """This host's own address on the way to `host` (nothing is sent)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,197 @@
+"""The witness of one host: knows which ranks and hosts have surely died, and when the job is done.
+
+Every two witnesses have a TCP connection. Its end (FIN or RST) is proof that the peer's process has
+gone, and with it all ranks of that host, since a rank leaves when its witness is no more
+(collectives/watcher.py). Silence is no proof of anything. So that silence never turns into an end,
+connections never time out, and nobody closes one while it lives.
+
+Lines between witnesses, after the job's password:
+
+    host NAME ADDRESS PORT   the sender, and where it listens
+    peer NAME ADDRESS PORT   from the launcher's witness to a newcomer: connect there, too
+    dead PID                 a rank of the sender's host has ended
+    left N                   so many of its ranks are running
+    done CODE                the job has ended with this code
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+from dataclasses import dataclass
+
+from recover_megatron.collectives.quorum import running
+from recover_megatron.hosts.folder import HostFolder
+from recover_megatron.hosts.tunnel import admits
+
+_POLL_S = 0.05
+_NEVER_MS = 7 * 24 * 3600 * 1000
+
+
+@dataclass
+class Peer:
+    """Another host, as this witness sees it."""
+
+    name: str
+    address: str
+    port: int
+    link: socket.socket
+    left: int | None = None  # ranks running there; None until it has had some
+    gone: bool = False  # its witness has ended: proven dead
+    unread: bytes = b""
+
+
+class Witness:
+    """Runs in a thread of the relay, or of the launcher for mpirun's own host."""
+
+    def __init__(self, name: str, address: str, folder: HostFolder, password: str):
+        self.name = name
+        self.address = address
+        self.folder = folder
+        self.left: int | None = None
+        self.peers: dict[str, Peer] = {}
+        self._password = password
+        self._ranks: set[int] = set()
+        self._running: set[int] = set()
+        self._dead: set[str] = set()
+        self._told_done = False
+        self._introduces = False
+        self._lock = threading.RLock()
+        self._ready = selectors.DefaultSelector()
+        self._server = socket.create_server((address, 0), backlog=1024)
+        self.port: int = self._server.getsockname()[1]
+
+    def start(self, launcher: tuple[str, int] | None) -> None:
+        """`launcher` is the address of the launcher's witness; None for that one itself."""
+        self._introduces = launcher is None
+        threading.Thread(target=self._accept, daemon=True).start()
+        if launcher is not None:
+            self._connect(*launcher)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def over(self) -> bool:
+        """True if there is nothing left to witness: no rank runs here, and none at any peer that
+        can be heard of. False before the first rank has started."""
+        with self._lock:
+            known = [p for p in self.peers.values() if not p.gone]
+            return self.left == 0 and all(p.left == 0 for p in known)
+
+    # --- links -----------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            link, _ = self._server.accept()
+            threading.Thread(target=self._admit, args=(link,), daemon=True).start()
+
+    def _admit(self, link: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            if admits(link, self._password):
+                self._introduce_ourselves(link)
+                self._add(link)
+                return
+        link.close()
+
+    def _connect(self, address: str, port: int) -> None:
+        with contextlib.suppress(OSError):  # it has died meanwhile: the others will say so
+            link = socket.create_connection((address, port), timeout=30)
+            link.settimeout(None)
+            link.sendall(f"{self._password}\n".encode())
+            self._introduce_ourselves(link)
+            self._add(link)
+
+    def _introduce_ourselves(self, link: socket.socket) -> None:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _NEVER_MS)
+        link.sendall(f"host {self.name} {self.address} {self.port}\n".encode())
+
+    def _add(self, link: socket.socket) -> None:
+        with self._lock:
+            peer = Peer("", "", 0, link)
+            self._ready.register(link, selectors.EVENT_READ, peer)
+
+    # --- the loop --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            events = self._ready.select(_POLL_S)
+            with self._lock:
+                for key, _ in events:
+                    self._read(key.data)
+                self._look_at_ranks()
+                self._look_for_the_end()
+
+    def _read(self, peer: Peer) -> None:
+        try:
+            data = peer.link.recv(1 << 16)
+        except ConnectionResetError:
+            data = b""
+        except OSError:
+            self._ready.unregister(peer.link)  # unreachable: no proof
+            return
+        if not data:
+            self._ready.unregister(peer.link)
+            peer.gone = True
+            if peer.name and not self.folder.has("done"):
+                self._prove_dead(peer.name)
+            return
+        *lines, peer.unread = (peer.unread + data).split(b"\n")
+        for line in lines:
+            self._hear(peer, line.decode(errors="replace").split())
+
+    def _hear(self, peer: Peer, words: list[str]) -> None:
+        match words:
+            case ["host", name, address, port]:
+                if self._introduces:
+                    for other in self.peers.values():
+                        if not other.gone:
+                            self._say(peer, f"peer {other.name} {other.address} {other.port}")
+                peer.name, peer.address, peer.port = name, address, int(port)
+                self.peers[name] = peer
+                if self.left is not None:
+                    self._say(peer, f"left {self.left}")
+            case ["peer", _, address, port]:
+                threading.Thread(
+                    target=self._connect, args=(address, int(port)), daemon=True
+                ).start()
+            case ["dead", pid]:
+                self._prove_dead(f"{peer.name} {pid}")
+            case ["left", number]:
+                peer.left = int(number)
+            case ["done", code]:
+                if not self.folder.has("done"):
+                    self.folder.write("done", f"{code}\n")
+
+    def _say(self, peer: Peer, line: str) -> None:
+        if not peer.gone:
+            with contextlib.suppress(OSError):
+                peer.link.sendall(f"{line}\n".encode())
+
+    def _say_to_all(self, line: str) -> None:
+        for peer in self.peers.values():
+            self._say(peer, line)
+
+    # --- what is seen on this host ---------------------------------------------------------------
+
+    def _look_at_ranks(self) -> None:
+        new = self.folder.ranks() - self._ranks
+        ended = {pid for pid in self._running | new if not running(pid)}
+        self._ranks |= new
+        self._running = (self._running | new) - ended
+        for pid in sorted(ended):
+            self._prove_dead(f"{self.name} {pid}")
+            self._say_to_all(f"dead {pid}")
+        if new or ended:
+            self.left = len(self._running)
+            self._say_to_all(f"left {self.left}")
+
+    def _look_for_the_end(self) -> None:
+        if not self._told_done and self.folder.has("done"):
+            self._told_done = True
+            (code,) = self.folder.lines("done")
+            self._say_to_all(f"done {code}")
+
+    def _prove_dead(self, line: str) -> None:
+        self._dead.add(line)
+        self.folder.write_lines("dead", self._dead)

@@ -1,0 +1,176 @@
+"""The part of `recover-megatron launch` for several hosts: placement, mpirun's agent, the watch."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from recover_megatron.errors import ConfigError
+from recover_megatron.hosts.agent import SETTINGS
+from recover_megatron.hosts.folder import FOLDER, HOST, WITNESS_PID, HostFolder
+from recover_megatron.hosts.tunnel import address_towards
+from recover_megatron.hosts.witness import Witness
+
+REMOTE_SHELL = "ssh -o BatchMode=yes {host}"
+# What ranks on other hosts get of the launcher's environment.
+FORWARDED = ("PYTHON", "OMP_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "UCX_", "NVTE_", "HF_")
+FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH")
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    slots: int
+
+
+def parse_hosts(text: str, replicas: int, ranks_per_replica: int) -> tuple[Host, ...]:
+    """`h0,h1` or `h0:8,h1:4` (ranks on each). Without numbers, whole replicas are spread evenly.
+
+    Raises ConfigError for a host named twice or for too few slots.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    per_host = -(-replicas // max(len(words), 1)) * ranks_per_replica
+    hosts = []
+    for word in words:
+        name, colon, slots = word.partition(":")
+        if colon and not (slots.isdigit() and int(slots)):
+            raise ConfigError(f"--hosts: expected NAME or NAME:SLOTS, got {word!r}")
+        hosts.append(Host(name, int(slots) if colon else per_host))
+    names = [host.name for host in hosts]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice or not names:
+        raise ConfigError(f"--hosts {text!r}: " + (f"{twice[0]} twice" if twice else "no host"))
+    needed, offered = replicas * ranks_per_replica, sum(host.slots for host in hosts)
+    if offered < needed:
+        raise ConfigError(f"--hosts offers {offered} slots, but the job has {needed} ranks")
+    return tuple(hosts)
+
+
+def placement(hosts: Sequence[Host], replicas: int, ranks_per_replica: int) -> str:
+    """Which replica goes where, a line a host; ranks fill the hosts in order."""
+    lines, rank = [], 0
+    for host in hosts:
+        last = min(rank + host.slots, replicas * ranks_per_replica)
+        found = sorted({r // ranks_per_replica for r in range(rank, last)})
+        lines.append(f"{host.name}: replicas {', '.join(map(str, found)) or 'none'}")
+        rank = last
+    return "\n".join(lines)
+
+
+class HostJob(AbstractContextManager["HostJob"]):
+    """What has to stand on the launcher's host before mpirun starts, and as long as it runs."""
+
+    def __init__(self, hosts: Sequence[Host], run_dir: Path, remote_shell: str):
+        self._hosts = hosts
+        self._logs = run_dir / "hosts"
+        self._remote_shell = shlex.split(remote_shell)
+        if not any("{host}" in word for word in self._remote_shell):
+            raise ConfigError(f"--remote-shell {remote_shell!r} must hold {{host}}")
+
+    def __enter__(self) -> HostJob:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._temporary = tempfile.TemporaryDirectory(prefix="recover-")
+        self.folder = HostFolder(self._temporary.name)
+        self.name, address = _this_host([host.name for host in self._hosts])
+        password = secrets.token_hex(16)
+        self.witness = Witness(self.name, address, self.folder, password)
+        self.witness.start(None)
+        settings = {
+            "folder": str(self.folder.path),
+            "logs": str(self._logs.resolve()),
+            "launcher": [address, self.witness.port, self.name],
+            "password": password,
+            "python": sys.executable,
+            "remote_shell": self._remote_shell,
+            "directory": str(Path.cwd()),
+        }
+        self.folder.write("settings", json.dumps(settings))
+        self.folder.write("hostfile", "".join(f"{h.name} slots={h.slots}\n" for h in self._hosts))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._temporary.cleanup()
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Of mpirun, and so of the ranks on its own host."""
+        return {
+            SETTINGS: str(self.folder.path / "settings"),
+            FOLDER: str(self.folder.path),
+            HOST: self.name,
+            WITNESS_PID: str(os.getpid()),
+        }
+
+    @property
+    def arguments(self) -> list[str]:
+        """For mpirun: ulfm.md, section 3."""
+        agent = f"{sys.executable} -m recover_megatron.hosts.agent"
+        if " " in sys.executable or ":" in sys.executable:
+            raise ConfigError(
+                f"Open MPI cannot start {sys.executable!r} on other hosts; install into a folder "
+                "without blanks and colons"
+            )
+        settings = {
+            "plm": "ssh",
+            "plm_ssh_agent": agent,
+            "plm_ssh_no_tree_spawn": "1",
+            "oob_tcp_disable_ipv6_family": "1",
+            "state_base_recoverable": "1",
+            "rml_base_radix": str(max(64, len(self._hosts) + 1)),
+        }
+        words = ["--hostfile", str(self.folder.path / "hostfile"), "--map-by", "slot"]
+        for name, value in settings.items():
+            words += ["--prtemca", name, value]
+        for name in sorted(os.environ):
+            if name in FORWARDED_NAMES or name.startswith(FORWARDED):
+                words += ["-x", name]
+        return words
+
+    def wait(self, mpirun: subprocess.Popen[bytes]) -> int:
+        """mpirun's code. It is ended here where it cannot know that the job is over: it takes the
+        ranks of hosts whose loss was hidden from it for alive."""
+        while True:
+            try:
+                return mpirun.wait(0.2)
+            except subprocess.TimeoutExpired:
+                pass
+            over = self.witness.over and not self.folder.has("done")
+            alone = self.witness.left == 0 and self.folder.has("no_quorum")
+            if not (over or alone):
+                since = time.monotonic()
+            elif time.monotonic() - since > 3:
+                if alone:
+                    print(
+                        f"recover: the ranks on {self.name} had to leave, being no majority; hosts "
+                        "out of reach may go on without it",
+                        file=sys.stderr,
+                    )
+                mpirun.terminate()
+                return mpirun.wait()
+
+
+def _this_host(names: Sequence[str]) -> tuple[str, str]:
+    """This host's name, as among `names` if it is one of them, and its address towards them."""
+    own = socket.gethostname()
+    others = [name for name in names if name not in (own, own.partition(".")[0], "localhost")]
+    name = next((name for name in names if name not in others), None)
+    for other in others:
+        try:
+            address = address_towards(other)
+            if socket.gethostbyname(other) != address:
+                return name or own, address
+            name = name or other
+        except OSError as error:
+            raise ConfigError(f"--hosts: cannot find the address of {other!r}: {error}") from None
+    return name or own, "127.0.0.1"
