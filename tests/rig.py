@@ -63,15 +63,28 @@ class Rig:
             process.wait()
         for host in self.names:
             subprocess.run(["ip", "link", "del", self._veth(host)], capture_output=True)
-        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
+        for bridge in (self._bridge, f"{self._bridge}i"):
+            subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 
-    # --- what a test does to hosts -----------------------------------------------------------------
+    # --- what a test does to hosts ---------------------------------------------------------------
 
     def kill(self, host: str) -> None:
         os.kill(self._inits.pop(host), signal.SIGKILL)
 
     def link(self, host: str, up: bool) -> None:
         _do("ip", "link", "set", self._veth(host), "up" if up else "down")
+
+    def partition(self, hosts: Sequence[str]) -> None:
+        """These hosts reach each other, and none of the others."""
+        island = f"{self._bridge}i"
+        _do("ip", "link", "add", island, "type", "bridge")
+        _do("ip", "link", "set", island, "up")
+        for host in hosts:
+            _do("ip", "link", "set", self._veth(host), "master", island)
+
+    def heal(self) -> None:
+        for host in self._inits:
+            _do("ip", "link", "set", self._veth(host), "master", self._bridge)
 
     def slow(self, host: str, delay_ms: int) -> None:
         """A latency of `delay_ms` for all that goes to this host."""
@@ -91,7 +104,7 @@ class Rig:
     def remote_shell(self) -> str:
         return f"ssh -F {self._folder}/ssh_config {{host}}"
 
-    # --- how hosts are made ------------------------------------------------------------------------
+    # --- how hosts are made ----------------------------------------------------------------------
 
     def _boot(self, host: str) -> None:
         tmp = self._tmp(host)

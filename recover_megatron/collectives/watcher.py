@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from recover_megatron.collectives.quorum import running
 from recover_megatron.collectives.transport import Transport
 
 
@@ -16,8 +15,7 @@ class Watcher:
       the training thread computes (ulfm.md, rule 4).
     * When a mate of this rank's replica has died, it ends this process: the rest of a replica has
       no use, and its peers must not wait for it. No NCCL or gloo time-out is waited for.
-    * So it does when the process `witness_pid` has ended, if there is one: other hosts take that
-      for proof that no rank runs on this host (hosts/witness.py).
+    * It calls `look` each time, and leaves if that gives a reason (hosts/rank.py).
     """
 
     def __init__(
@@ -26,13 +24,13 @@ class Watcher:
         mates: frozenset[int],
         poll_s: float,
         on_failed: Callable[[list[int]], None],
-        witness_pid: int | None = None,
+        look: Callable[[], str | None] = lambda: None,
     ):
         self._transport = transport
         self._mates = mates
         self._poll_s = poll_s
         self._on_failed = on_failed
-        self._witness_pid = witness_pid
+        self._look = look
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recover-watcher", daemon=True)
 
@@ -54,5 +52,5 @@ class Watcher:
             if failed & self._mates:
                 mate = min(failed & self._mates)
                 self._transport.die(f"rank {mate} of its replica has died")
-            if self._witness_pid is not None and not running(self._witness_pid):
-                self._transport.die("its host's witness has ended")
+            if reason := self._look():
+                self._transport.die(reason)

@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from recover_megatron.hosts.folder import HostFolder
 from recover_megatron.hosts.tunnel import Tunnel
@@ -26,7 +26,6 @@ SETTINGS = "RECOVER_AGENT_SETTINGS"
 URI = re.compile(
     r'((?:prte_hnp_uri|prte_parent_uri) "?[^";]+);tcp://([0-9.]+)(?:,[0-9.,]+)?:(\d+):([0-9,]+)'
 )
-_GRACE_S = 1.0  # for the survivors to leave by themselves once the exit code is certain
 
 
 def main(argv: list[str]) -> int:
@@ -57,7 +56,10 @@ def main(argv: list[str]) -> int:
         remote = start_remote(settings, host, order, output)
         code = remote.wait()
     if tunnel.joined.is_set():
-        _outlive(tunnel, folder)
+        # The job has ended, or the host is lost, which mpirun must not see. It ends this process
+        # when it ends, or the launcher ends both.
+        tunnel.ended.wait()
+        os._exit(0)  # a code would be taken for the host's loss
     print(f"recover: host {host} did not start (code {code}): {_last(log)}", file=sys.stderr)
     return code or 1
 
@@ -81,17 +83,6 @@ def start_remote(
     with remote.stdin as pipe:
         pipe.write(json.dumps(order).encode() + b"\n")
     return remote
-
-
-def _outlive(tunnel: Tunnel, folder: HostFolder) -> NoReturn:
-    """The remote shell has ended: the job has, or the host is lost, which mpirun must not see until
-    the survivors have brought the job to its end."""
-    while not tunnel.ended.wait(0.1):
-        if folder.has("done"):
-            tunnel.ended.wait(_GRACE_S)
-            tunnel.close()
-            break
-    os._exit(0)  # whatever the tunnel's threads do; a code would be taken for the host's loss
 
 
 def _last(log: Path) -> str:

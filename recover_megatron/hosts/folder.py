@@ -5,6 +5,8 @@ writes a file does it atomically; nobody waits for the other.
 
     ranks/PID   this rank has started (the rank)
     dead        lines `HOST` or `HOST PID`: proven dead, elsewhere too (the witness)
+    silent      lines `HOST`: not heard of for long, dead or not (the witness)
+    addresses   lines `HOST ADDRESS`, all of each host (the witness)
     fenced      lines `HOST`: shut out, whatever it may still send (the ranks, after a repair)
     no_quorum   this host's ranks had to leave, being no majority (the ranks)
     done        the job's exit code, once it is certain (the ranks; elsewhere the witness)
@@ -25,11 +27,16 @@ class HostFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
 
-    @classmethod
-    def of_this_rank(cls) -> HostFolder | None:
-        """None in a job on one host, which needs no witness."""
-        path = os.environ.get(FOLDER)
-        return cls(path) if path else None
+    def environment(self, host: str) -> dict[str, str]:
+        """For the run-time on this host, and so for its ranks; the caller is the host's witness."""
+        temporary = self.path / "tmp"
+        temporary.mkdir(exist_ok=True)
+        return {
+            FOLDER: str(self.path),
+            HOST: host,
+            WITNESS_PID: str(os.getpid()),
+            "TMPDIR": str(temporary),  # what the run-time leaves behind goes with the folder
+        }
 
     def write(self, name: str, text: str = "") -> None:
         path = self.path / name

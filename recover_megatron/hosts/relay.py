@@ -12,15 +12,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from types import FrameType
 from typing import Any
 
 from recover_megatron.hosts.agent import URI
-from recover_megatron.hosts.folder import FOLDER, HOST, WITNESS_PID, HostFolder
+from recover_megatron.hosts.folder import HostFolder
 from recover_megatron.hosts.tunnel import Tunnel, address_towards
 from recover_megatron.hosts.witness import Witness
-
-_GRACE_S = 3.0
 
 
 def main() -> None:
@@ -29,8 +26,7 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     with tempfile.TemporaryDirectory(prefix="recover-") as path:
-        folder = HostFolder(path)
-        code = _serve(order, folder)
+        code = _serve(order, HostFolder(path))
     os._exit(code)
 
 
@@ -52,10 +48,10 @@ def _serve(order: dict[str, Any], folder: HostFolder) -> int:
     command = command.replace(" --daemonize ", " ", 1)  # its end is to be seen here
     daemon = subprocess.Popen(
         ["/bin/sh", "-c", command],
-        env={**os.environ, FOLDER: str(folder.path), HOST: host, WITNESS_PID: str(os.getpid())},
+        env={**os.environ, **folder.environment(host)},
         start_new_session=True,
     )
-    signal.signal(signal.SIGTERM, lambda number, frame: _end(daemon, number, frame))
+    signal.signal(signal.SIGTERM, lambda number, frame: _kill_group(daemon))
     print(f"relay on {host}: daemon {daemon.pid}, witness at {here}:{witness.port}", flush=True)
     code = _wait(daemon, tunnel, witness)
     print(f"relay on {host}: ends, daemon's code {code}", flush=True)
@@ -77,13 +73,8 @@ def _wait(daemon: subprocess.Popen[bytes], tunnel: Tunnel, witness: Witness) -> 
             return daemon.wait()
 
 
-def _end(daemon: subprocess.Popen[bytes], number: int, frame: FrameType | None) -> None:
-    """This host is being shut down (SIGTERM, by Slurm for one): the ranks first."""
-    _kill_group(daemon)
-    os._exit(128 + number)
-
-
 def _kill_group(daemon: subprocess.Popen[bytes]) -> None:
+    """The daemon; its ranks end with it. Also on SIGTERM: the host is being shut down."""
     try:
         os.killpg(daemon.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -8,6 +8,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 _BLOCK = 1 << 16
 
@@ -37,19 +38,12 @@ class Tunnel:
         self._fenced = fenced
         self._admit = admit
         self._present = present
-        self._protected: list[socket.socket] = []
         self.joined = threading.Event()  # a connection came through
         self.far_lost = threading.Event()  # one broke at its far end, and that is hidden
         self.ended = threading.Event()  # the protected end itself has closed
         self._server = socket.create_server((bind, 0))
         self.port: int = self._server.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        """Let the protected end see that the other is gone."""
-        for end in self._protected:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         while True:
@@ -68,7 +62,6 @@ class Tunnel:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.joined.set()
             near, far = (target, client) if self._protect_target else (client, target)
-            self._protected.append(near)
             self._pump(near, far)
 
     def _pump(self, near: socket.socket, far: socket.socket) -> None:
@@ -115,3 +108,15 @@ def address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
+
+
+def own_addresses() -> frozenset[str]:
+    """All IPv4 addresses of this host but the loopback ones."""
+    found, address = set(), ""
+    for line in Path("/proc/net/fib_trie").read_text().splitlines():
+        word = line.split()[-1]
+        if line.lstrip().startswith("|--"):
+            address = word
+        elif "/32 host LOCAL" in line and not address.startswith("127."):
+            found.add(address)
+    return frozenset(found)

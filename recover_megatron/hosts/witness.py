@@ -2,13 +2,14 @@
 
 Every two witnesses have a TCP connection. Its end (FIN or RST) is proof that the peer's process has
 gone, and with it all ranks of that host, since a rank leaves when its witness is no more
-(collectives/watcher.py). Silence is no proof of anything. So that silence never turns into an end,
-connections never time out, and nobody closes one while it lives.
+(rank.py). Silence is no proof of anything. So that silence never turns into an end, connections
+never time out, and nobody closes one while it lives.
 
 Lines between witnesses, after the job's password:
 
-    host NAME ADDRESS PORT   the sender, and where it listens
+    host NAME ADDRESS PORT [ADDRESS...]   the sender, where it listens, and its other addresses
     peer NAME ADDRESS PORT   from the launcher's witness to a newcomer: connect there, too
+    alive                    nothing new
     dead PID                 a rank of the sender's host has ended
     left N                   so many of its ranks are running
     done CODE                the job has ended with this code
@@ -20,13 +21,18 @@ import contextlib
 import selectors
 import socket
 import threading
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from recover_megatron.collectives.quorum import running
 from recover_megatron.hosts.folder import HostFolder
-from recover_megatron.hosts.tunnel import admits
+from recover_megatron.hosts.tunnel import admits, own_addresses
 
 _POLL_S = 0.05
+_BEAT_S = 1.0
+# A shorter outage is ridden out by TCP. Less than MPI's own heartbeat (tools/launch.py), which
+# finds the ranks of a host one by one.
+SILENT_S = 15.0
 _NEVER_MS = 7 * 24 * 3600 * 1000
 
 
@@ -41,6 +47,8 @@ class Peer:
     left: int | None = None  # ranks running there; None until it has had some
     gone: bool = False  # its witness has ended: proven dead
     unread: bytes = b""
+    heard: float = field(default_factory=time.monotonic)
+    silent: bool = False  # not heard of for SILENT_S; nothing is sent to it until it is
 
 
 class Witness:
@@ -57,6 +65,9 @@ class Witness:
         self._running: set[int] = set()
         self._dead: set[str] = set()
         self._told_done = False
+        self._beat = 0.0
+        self._addresses = {f"{name} {own}" for own in own_addresses()}
+        folder.write_lines("addresses", self._addresses)
         self._introduces = False
         self._lock = threading.RLock()
         self._ready = selectors.DefaultSelector()
@@ -73,11 +84,14 @@ class Witness:
 
     @property
     def over(self) -> bool:
-        """True if there is nothing left to witness: no rank runs here, and none at any peer that
-        can be heard of. False before the first rank has started."""
+        """True if there is nothing left to witness: no rank runs here, nor on any host that counts.
+        False before the first rank has started."""
+        without = self.folder.lines("fenced")
+        alone = self.folder.has("no_quorum")
         with self._lock:
-            known = [p for p in self.peers.values() if not p.gone]
-            return self.left == 0 and all(p.left == 0 for p in known)
+            peers = [p for p in self.peers.values() if not (p.gone or p.name in without or alone)]
+            seen = [left for left in (self.left, *(p.left for p in peers)) if left is not None]
+            return bool(seen) and not any(seen)
 
     # --- links -----------------------------------------------------------------------------------
 
@@ -104,7 +118,8 @@ class Witness:
 
     def _introduce_ourselves(self, link: socket.socket) -> None:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _NEVER_MS)
-        link.sendall(f"host {self.name} {self.address} {self.port}\n".encode())
+        own = " ".join(sorted(own_addresses()))
+        link.sendall(f"host {self.name} {self.address} {self.port} {own}\n".encode())
 
     def _add(self, link: socket.socket) -> None:
         with self._lock:
@@ -121,6 +136,7 @@ class Witness:
                     self._read(key.data)
                 self._look_at_ranks()
                 self._look_for_the_end()
+                self._look_for_silence(time.monotonic())
 
     def _read(self, peer: Peer) -> None:
         try:
@@ -136,18 +152,21 @@ class Witness:
             if peer.name and not self.folder.has("done"):
                 self._prove_dead(peer.name)
             return
+        peer.heard = time.monotonic()
         *lines, peer.unread = (peer.unread + data).split(b"\n")
         for line in lines:
             self._hear(peer, line.decode(errors="replace").split())
 
     def _hear(self, peer: Peer, words: list[str]) -> None:
         match words:
-            case ["host", name, address, port]:
+            case ["host", name, address, port, *addresses]:
                 if self._introduces:
                     for other in self.peers.values():
                         if not other.gone:
                             self._say(peer, f"peer {other.name} {other.address} {other.port}")
                 peer.name, peer.address, peer.port = name, address, int(port)
+                self._addresses |= {f"{name} {each}" for each in addresses}
+                self.folder.write_lines("addresses", self._addresses)
                 self.peers[name] = peer
                 if self.left is not None:
                     self._say(peer, f"left {self.left}")
@@ -164,7 +183,7 @@ class Witness:
                     self.folder.write("done", f"{code}\n")
 
     def _say(self, peer: Peer, line: str) -> None:
-        if not peer.gone:
+        if not (peer.gone or peer.silent):
             with contextlib.suppress(OSError):
                 peer.link.sendall(f"{line}\n".encode())
 
@@ -191,6 +210,21 @@ class Witness:
             self._told_done = True
             (code,) = self.folder.lines("done")
             self._say_to_all(f"done {code}")
+
+    def _look_for_silence(self, now: float) -> None:
+        if now - self._beat > _BEAT_S:
+            if now - self._beat > SILENT_S / 2 and self._beat:
+                # This host itself stood still: what came meanwhile has yet to be read.
+                for peer in self.peers.values():
+                    peer.heard = now
+            self._beat = now
+            self._say_to_all("alive")
+        before = [p.name for p in self.peers.values() if p.silent]
+        for peer in self.peers.values():
+            peer.silent = now - peer.heard > SILENT_S
+        after = [p.name for p in self.peers.values() if p.silent]
+        if after != before:
+            self.folder.write_lines("silent", after)
 
     def _prove_dead(self, line: str) -> None:
         self._dead.add(line)

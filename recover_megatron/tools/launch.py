@@ -36,6 +36,10 @@ MPI_SETTINGS = (
     ("btl", "tcp,self,sm"),
     ("coll", "^han"),
     ("mpi_yield_when_idle", "1"),
+    # All peers' addresses are asked for at the start. MPI asks at first contact by default, which
+    # may be when it spreads the news of a lost host; the answer would have to come from there, and
+    # the rank hangs for ever (docs/log.md).
+    ("mpi_add_procs_cutoff", "1000000"),
     ("mpi_ft_detector", "1"),
     ("mpi_ft_detector_period", "2"),
     ("mpi_ft_detector_timeout", "20"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from recover_megatron.errors import ConfigError
 from recover_megatron.hosts.agent import SETTINGS
-from recover_megatron.hosts.folder import FOLDER, HOST, WITNESS_PID, HostFolder
+from recover_megatron.hosts.folder import HostFolder
 from recover_megatron.hosts.tunnel import address_towards
 from recover_megatron.hosts.witness import Witness
 
@@ -26,6 +27,8 @@ REMOTE_SHELL = "ssh -o BatchMode=yes {host}"
 # What ranks on other hosts get of the launcher's environment.
 FORWARDED = ("PYTHON", "OMP_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "UCX_", "NVTE_", "HF_")
 FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH")
+# How long mpirun may take to see by itself that all ranks have ended.
+_GRACE_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,8 @@ class HostJob(AbstractContextManager["HostJob"]):
     @property
     def environment(self) -> Mapping[str, str]:
         """Of mpirun, and so of the ranks on its own host."""
-        return {
-            SETTINGS: str(self.folder.path / "settings"),
-            FOLDER: str(self.folder.path),
-            HOST: self.name,
-            WITNESS_PID: str(os.getpid()),
-        }
+        settings = {SETTINGS: str(self.folder.path / "settings")}
+        return settings | self.folder.environment(self.name)
 
     @property
     def arguments(self) -> list[str]:
@@ -138,26 +137,24 @@ class HostJob(AbstractContextManager["HostJob"]):
         return words
 
     def wait(self, mpirun: subprocess.Popen[bytes]) -> int:
-        """mpirun's code. It is ended here where it cannot know that the job is over: it takes the
+        """mpirun's code. It is killed here where it cannot know that the job is over: it takes the
         ranks of hosts whose loss was hidden from it for alive."""
+        over_since: float | None = None
         while True:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 return mpirun.wait(0.2)
-            except subprocess.TimeoutExpired:
-                pass
-            over = self.witness.over and not self.folder.has("done")
-            alone = self.witness.left == 0 and self.folder.has("no_quorum")
-            if not (over or alone):
-                since = time.monotonic()
-            elif time.monotonic() - since > 3:
-                if alone:
+            if not self.witness.over:
+                over_since = None
+            elif over_since is None:
+                over_since = time.monotonic()
+            elif time.monotonic() - over_since > _GRACE_S:
+                if self.folder.has("no_quorum"):
                     print(
                         f"recover: the ranks on {self.name} had to leave, being no majority; hosts "
                         "out of reach may go on without it",
                         file=sys.stderr,
                     )
-                mpirun.terminate()
-                return mpirun.wait()
+                mpirun.kill()
 
 
 def _this_host(names: Sequence[str]) -> tuple[str, str]:

@@ -25,7 +25,6 @@ from recover_megatron.adapters.megatron.session import (
     start,
 )
 from recover_megatron.errors import ConfigError, NoQuorum, Unrecoverable
-from recover_megatron.hosts.folder import HostFolder
 
 PLATFORM_FLAG = "--recover-platform"
 
@@ -71,8 +70,8 @@ def _run_recovering(
         _say(f"stopped: {error}", session)
         finish(session, EXIT_UNRECOVERABLE)
     except NoQuorum as error:
-        if folder := HostFolder.of_this_rank():
-            folder.write("no_quorum")
+        if session is not None and session.on_host is not None:
+            session.on_host.had_no_quorum()
         die(session, error)
     except BaseException as error:
         die(session, error)

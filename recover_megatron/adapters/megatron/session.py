@@ -20,7 +20,7 @@ from recover_megatron.config import RecoveryConfig
 from recover_megatron.console import Console
 from recover_megatron.errors import ConfigError
 from recover_megatron.faults import parse_faults
-from recover_megatron.hosts.folder import HOST, WITNESS_PID, HostFolder
+from recover_megatron.hosts.rank import RankOnHost
 from recover_megatron.inject import Injector
 from recover_megatron.recovery.driver import Driver
 from recover_megatron.trace import Trace, trace_path
@@ -48,7 +48,7 @@ class Session:
     injector: Injector
     trace: Trace
     console: Console | None
-    host_folder: HostFolder | None
+    on_host: RankOnHost | None
     store: Any  # position 0 keeps the replica's TCPStore server alive
 
     @property
@@ -73,8 +73,8 @@ class Session:
         sys.stderr.flush()
         if self.leading and self.position == 0 and self.config.trace_dir:
             write_exit_code(self.config.trace_dir, code)
-        if self.host_folder is not None:
-            self.host_folder.write("done", f"{code}\n")
+        if self.on_host is not None:
+            self.on_host.done(code)
         self.communicator.agree(True)
         os._exit(code)
 
@@ -95,9 +95,8 @@ def start(argv: Sequence[str]) -> Session:
     trace = Trace(folder, replica_id, position)
     trace_file = str(trace_path(folder, replica_id, position)) if folder else None
     watchdog = Watchdog(config.hang_timeout_s, config.hang_floor_s, trace_file)
-    host, host_folder = os.environ.get(HOST) or socket.gethostname(), HostFolder.of_this_rank()
-    if host_folder is not None:
-        host_folder.write(f"ranks/{os.getpid()}")
+    on_host = RankOnHost.if_any()
+    host = on_host.host if on_host else socket.gethostname()
     from recover_megatron.collectives.ulfm import UlfmTransport  # starts MPI
 
     transport = UlfmTransport()
@@ -109,14 +108,13 @@ def start(argv: Sequence[str]) -> Session:
         seen_dead.extend(ranks)
         trace.emit("peer_failed", ranks=ranks)
 
-    witness = os.environ.get(WITNESS_PID)
-    witness_pid = int(witness) if witness else None
-    watcher = Watcher(transport, mates, config.poll_s, note_dead, witness_pid)
+    look = on_host.look if on_host else lambda: None
+    watcher = Watcher(transport, mates, config.poll_s, note_dead, look)
     watcher.start()
     console = Console(folder, replica_id, position) if folder else None
     store = _own_torch_world(transport, layout, replica_id, position)
     places = gather_places(transport, host)
-    evidence = Evidence(places, host, host_folder.path / "dead" if host_folder else None)
+    evidence = Evidence(places, host, on_host.folder.path / "dead" if on_host else None)
     communicator = GuardedCommunicator(transport, layout, rank, config, evidence)
     world = communicator.begin(World.initial(layout))
     faults = parse_faults(config.inject, layout)
@@ -136,13 +134,13 @@ def start(argv: Sequence[str]) -> Session:
         injector,
         trace,
         console,
-        host_folder,
+        on_host,
         store,
     )
     _follow_membership(session, seen_dead)
-    if host_folder is not None:
-        _fence_lost_hosts(driver, layout, places, host_folder)
-    trace.emit("started", host=socket.gethostname(), pid=os.getpid(), ranks=layout.ranks)
+    if on_host is not None:
+        _fence_lost_hosts(driver, layout, places, on_host)
+    trace.emit("started", host=host, pid=os.getpid(), ranks=layout.ranks)
     return session
 
 
@@ -168,14 +166,11 @@ def _check_mpirun() -> None:
 
 
 def _fence_lost_hosts(
-    driver: Driver, layout: ReplicaLayout, places: Sequence[Place], folder: HostFolder
+    driver: Driver, layout: ReplicaLayout, places: Sequence[Place], on_host: RankOnHost
 ) -> None:
-    """Nothing that a lost host may still send is to be heard: if a partition heals, what its ranks
-    believed of ours would make the run-time take ours for dead (ulfm.md, T10)."""
-
     def changed(world: World) -> None:
         live = {places[rank].host for r in world.replicas for rank in layout.ranks_of(r)}
-        folder.write_lines("fenced", {place.host for place in places} - live)
+        on_host.fence({place.host for place in places} - live)
 
     driver.on_repair(changed)
 

@@ -1,0 +1,71 @@
+"""A rank's dealings with the witness of its host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable
+
+from recover_megatron.collectives.quorum import running
+from recover_megatron.hosts.folder import FOLDER, HOST, WITNESS_PID, HostFolder
+
+
+class RankOnHost:
+    """Made by every rank of a job on several hosts, before it starts MPI."""
+
+    def __init__(self) -> None:
+        self.host = os.environ[HOST]
+        self.folder = HostFolder(os.environ[FOLDER])
+        self._witness_pid = int(os.environ[WITNESS_PID])
+        self._cut: frozenset[str] = frozenset()
+        self.folder.write(f"ranks/{os.getpid()}")
+
+    @classmethod
+    def if_any(cls) -> RankOnHost | None:
+        """None in a job on one host, which needs no witness."""
+        return cls() if FOLDER in os.environ else None
+
+    def look(self) -> str | None:
+        """Called by the watcher thread all the time. A reason to leave, or None.
+
+        Other hosts take the end of this host's witness for proof that no rank runs here. A host
+        that the witness has not heard of for long is cut off: MPI then sees all its ranks fail at
+        once, where its own heartbeat finds them one after the other, each after a time-out.
+        """
+        if not running(self._witness_pid):
+            return "its host's witness has ended"
+        silent = self.folder.lines("silent") - self._cut
+        if silent:
+            self._cut |= silent
+            cut_off(self._addresses(silent))
+        return None
+
+    def fence(self, hosts: Iterable[str]) -> None:
+        """After a repair: nothing that lost hosts may still send is to be heard. If a partition
+        heals, what their ranks believed of ours would make the run-time take ours for dead."""
+        lost = frozenset(hosts)
+        self.folder.write_lines("fenced", lost)
+        cut_off(self._addresses(lost))
+
+    def had_no_quorum(self) -> None:
+        self.folder.write("no_quorum")
+
+    def done(self, code: int) -> None:
+        self.folder.write("done", f"{code}\n")
+
+    def _addresses(self, hosts: frozenset[str]) -> frozenset[str]:
+        known = (line.split() for line in self.folder.lines("addresses"))
+        return frozenset(address for host, address in known if host in hosts)
+
+
+def cut_off(addresses: frozenset[str]) -> None:
+    """Shut down all of this process's TCP connections with these addresses, whoever owns them."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                peer = connection.getpeername()
+                if isinstance(peer, tuple) and peer[0].removeprefix("::ffff:") in addresses:
+                    connection.shutdown(socket.SHUT_RDWR)
