@@ -54,6 +54,7 @@ def _serve(order: dict[str, Any], folder: HostFolder) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: _kill_group(daemon))
     print(f"relay on {host}: daemon {daemon.pid}, witness at {here}:{witness.port}", flush=True)
     code = _wait(daemon, tunnel, witness)
+    witness.stop()
     print(f"relay on {host}: ends, daemon's code {code}", flush=True)
     return code
 

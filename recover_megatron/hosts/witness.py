@@ -66,6 +66,8 @@ class Witness:
         self._dead: set[str] = set()
         self._told_done = False
         self._beat = 0.0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._addresses = {f"{name} {own}" for own in own_addresses()}
         folder.write_lines("addresses", self._addresses)
         self._introduces = False
@@ -80,7 +82,12 @@ class Witness:
         threading.Thread(target=self._accept, daemon=True).start()
         if launcher is not None:
             self._connect(*launcher)
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The job is over: from here on the folder is left alone."""
+        self._stopped.set()
+        self._thread.join()
 
     @property
     def over(self) -> bool:
@@ -129,7 +136,7 @@ class Witness:
     # --- the loop --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
+        while not self._stopped.is_set():
             events = self._ready.select(_POLL_S)
             with self._lock:
                 for key, _ in events:

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE
 from recover_megatron.errors import ConfigError
 from recover_megatron.hosts.agent import SETTINGS
 from recover_megatron.hosts.folder import HostFolder
@@ -103,6 +104,7 @@ class HostJob(AbstractContextManager["HostJob"]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.witness.stop()
         self._temporary.cleanup()
 
     @property
@@ -137,8 +139,9 @@ class HostJob(AbstractContextManager["HostJob"]):
         return words
 
     def wait(self, mpirun: subprocess.Popen[bytes]) -> int:
-        """mpirun's code. It is killed here where it cannot know that the job is over: it takes the
-        ranks of hosts whose loss was hidden from it for alive."""
+        """mpirun's code; 0 if it had to be killed because it cannot know that the job is over (it
+        takes the ranks of hosts whose loss was hidden from it for alive); EXIT_UNRECOVERABLE if
+        this host's ranks had to leave."""
         over_since: float | None = None
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -148,13 +151,16 @@ class HostJob(AbstractContextManager["HostJob"]):
             elif over_since is None:
                 over_since = time.monotonic()
             elif time.monotonic() - over_since > _GRACE_S:
-                if self.folder.has("no_quorum"):
-                    print(
-                        f"recover: the ranks on {self.name} had to leave, being no majority; hosts "
-                        "out of reach may go on without it",
-                        file=sys.stderr,
-                    )
                 mpirun.kill()
+                mpirun.wait()
+                if not self.folder.has("no_quorum"):
+                    return 0
+                print(
+                    f"recover: the ranks on {self.name} had to leave, being no majority; hosts "
+                    "out of reach may go on without it",
+                    file=sys.stderr,
+                )
+                return EXIT_UNRECOVERABLE
 
 
 def _this_host(names: Sequence[str]) -> tuple[str, str]:

@@ -80,7 +80,10 @@ def _run_recovering(
 
 def die(session: Session | None, error: BaseException) -> NoReturn:
     """The end of a broken rank: say why, then SIGKILL, the one exit that peers notice."""
-    traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, NoQuorum):
+        print(f"recover: this rank leaves: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error, file=sys.stderr)
     sys.stderr.flush()
     if session is not None:
         session.trace.emit("died", reason=f"{type(error).__name__}: {error}")
