@@ -7,6 +7,7 @@ its link down it lives on and nothing reaches it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -24,7 +25,7 @@ def missing() -> str | None:
     """Why this machine cannot have a rig; None if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a rig of hosts needs Linux and root"
-    for tool in ("ip", "nsenter", "unshare", "ssh", SSHD):
+    for tool in ("ip", "tc", "nsenter", "unshare", "taskset", "ssh", "ssh-keygen", SSHD):
         if shutil.which(tool) is None:
             return f"a rig of hosts needs {tool} (Debian: iproute2, util-linux, openssh-server)"
     tried = subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True)
@@ -86,10 +87,26 @@ class Rig:
         for host in self._inits:
             _do("ip", "link", "set", self._veth(host), "master", self._bridge)
 
-    def slow(self, host: str, delay_ms: int) -> None:
-        """A latency of `delay_ms` for all that goes to this host."""
-        shape = ["netem", "delay", f"{delay_ms}ms"]
+    def slow(self, host: str, kbit_s: int) -> None:
+        """At most so much goes to this host."""
+        shape = f"tbf rate {kbit_s}kbit burst 16kb latency 400ms".split()
         _do("tc", "qdisc", "add", "dev", self._veth(host), "root", *shape)
+
+    def processes(self, host: str) -> list[str]:
+        """Command lines of what runs on the host, but for sshd and the host itself."""
+        own = os.readlink(f"/proc/{self._inits[host]}/ns/pid")
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(folder / "ns" / "pid") == own:
+                    words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    if words and not words.startswith(("sleep infinity", "sshd:")):
+                        found.append(words)
+        return found
+
+    def temporary(self, host: str) -> Path:
+        """The host's own folder for temporary files."""
+        return self._folder / f"tmp_{host}"
 
     def command(self, host: str, words: Sequence[str]) -> list[str]:
         """The command line that runs `words` on the host, from outside."""
@@ -98,7 +115,7 @@ class Rig:
         return ["taskset", "-c", self._core(host), *enter, *words]
 
     def environment(self, host: str) -> Mapping[str, str]:
-        return {**os.environ, "TMPDIR": str(self._tmp(host))}
+        return {**os.environ, "TMPDIR": str(self.temporary(host))}
 
     @property
     def remote_shell(self) -> str:
@@ -107,7 +124,7 @@ class Rig:
     # --- how hosts are made ----------------------------------------------------------------------
 
     def _boot(self, host: str) -> None:
-        tmp = self._tmp(host)
+        tmp = self.temporary(host)
         tmp.mkdir()
         address = self.address(host)
         boot = f"""
@@ -166,9 +183,6 @@ class Rig:
         """Every host has one core, so that ranks know that they must share."""
         cores = sorted(os.sched_getaffinity(0))
         return str(cores[self.names.index(host) % len(cores)])
-
-    def _tmp(self, host: str) -> Path:
-        return self._folder / f"tmp_{host}"
 
     def _veth(self, host: str) -> str:
         return f"{self._bridge}{host}"

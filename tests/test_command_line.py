@@ -21,6 +21,7 @@ from recover_megatron.adapters.megatron.arguments import (
 from recover_megatron.config import RecoveryConfig, flag_name
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools import cli, launch
+from recover_megatron.tools.launch_hosts import Host, parse_hosts, placement
 from recover_megatron.tools.rehearsal import SCRIPT
 from recover_megatron.trace import Trace
 
@@ -205,3 +206,24 @@ def test_a_job_in_which_nobody_reached_the_end_is_a_failure(tmp_path: Path, caps
     assert "the first to die was replica 1, position 0: ValueError: of me" in error
     (tmp_path / "exit_code").write_text("3\n")
     assert launch._exit_code(0, tmp_path / "exit_code") == 3
+
+
+def test_hosts_are_read_and_replicas_placed_whole():
+    hosts = parse_hosts("a,b,c", 5, 4)
+    assert hosts == (Host("a", 8), Host("b", 8), Host("c", 8))
+    assert placement(hosts, 5, 4) == "a: replicas 0, 1\nb: replicas 2, 3\nc: replicas 4"
+    assert parse_hosts("a:4,b:2", 3, 2) == (Host("a", 4), Host("b", 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:x", "expected NAME or NAME:SLOTS, got 'a:x'"),
+        ("a,b,a", "a twice"),
+        (",", "no host"),
+        ("a:2,b:1", "offers 3 slots, but the job has 4 ranks"),
+    ],
+)
+def test_a_wrong_list_of_hosts_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_hosts(text, 2, 2)

@@ -9,6 +9,7 @@ loss of the host and ends the job. What it needs to know stands in the launcher'
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -26,6 +27,8 @@ SETTINGS = "RECOVER_AGENT_SETTINGS"
 URI = re.compile(
     r'((?:prte_hnp_uri|prte_parent_uri) "?[^";]+);tcp://([0-9.]+)(?:,[0-9.,]+)?:(\d+):([0-9,]+)'
 )
+
+_GRACE_S = 2.0  # for the relay to see its daemon's end
 
 
 def main(argv: list[str]) -> int:
@@ -54,12 +57,17 @@ def main(argv: list[str]) -> int:
     }
     with log.open("ab") as output:
         remote = start_remote(settings, host, order, output)
-        code = remote.wait()
+        while remote.poll() is None and not tunnel.ended.wait(0.1):
+            pass
     if tunnel.joined.is_set():
         # The job has ended, or the host is lost, which mpirun must not see. It ends this process
         # when it ends, or the launcher ends both.
         tunnel.ended.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            remote.wait(_GRACE_S)
+        remote.kill()  # it would wait for a host that is out of reach
         os._exit(0)  # a code would be taken for the host's loss
+    code = remote.wait()
     print(f"recover: host {host} did not start (code {code}): {_last(log)}", file=sys.stderr)
     return code or 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from recover_megatron.collectives.quorum import running
 from recover_megatron.hosts.folder import FOLDER, HOST, WITNESS_PID, HostFolder
@@ -19,6 +19,7 @@ class RankOnHost:
         self.folder = HostFolder(os.environ[FOLDER])
         self._witness_pid = int(os.environ[WITNESS_PID])
         self._cut: frozenset[str] = frozenset()
+        self.has_quorum_without: Callable[[frozenset[str]], bool] = lambda hosts: True
         self.folder.write(f"ranks/{os.getpid()}")
 
     @classmethod
@@ -29,16 +30,25 @@ class RankOnHost:
     def look(self) -> str | None:
         """Called by the watcher thread all the time. A reason to leave, or None.
 
-        Other hosts take the end of this host's witness for proof that no rank runs here. A host
-        that the witness has not heard of for long is cut off: MPI then sees all its ranks fail at
-        once, where its own heartbeat finds them one after the other, each after a time-out.
+        Other hosts take the end of this host's witness for proof that no rank runs here. Of hosts
+        that the witness has not heard of for long, the majority cuts off the others: MPI then sees
+        all their ranks fail at once, where its own heartbeat finds them one after the other, each
+        after a time-out. A minority leaves before it has called anyone failed: what it said would
+        reach the majority if the link healed, and end it.
         """
         if not running(self._witness_pid):
             return "its host's witness has ended"
-        silent = self.folder.lines("silent") - self._cut
-        if silent:
+        silent = self.folder.lines("silent")
+        if silent - self._cut:
+            if not self.has_quorum_without(silent):
+                self.folder.write("no_quorum")
+                names = ", ".join(sorted(silent))
+                return (
+                    f"no sign of life from {names}, and the ranks that are left are no majority: "
+                    "the others may go on, so this side must not"
+                )
+            cut_off(self._addresses(silent - self._cut))
             self._cut |= silent
-            cut_off(self._addresses(silent))
         return None
 
     def fence(self, hosts: Iterable[str]) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 from recover_megatron.hosts.agent import URI
@@ -37,11 +38,15 @@ def _serve(order: dict[str, Any], folder: HostFolder) -> int:
     here = address_towards(mpirun)
     witness = Witness(host, here, folder, password)
     witness.start((launcher_address, launcher_port))
+
+    def mpirun_is_fenced() -> bool:
+        return launcher_name in folder.lines("fenced")
+
     tunnel = Tunnel(
         here,
         (mpirun, port),
         protect="client",
-        fenced=lambda: launcher_name in folder.lines("fenced"),
+        fenced=mpirun_is_fenced,
         present=password,
     )
     command = URI.sub(lambda found: f"{found[1]};tcp://{here}:{tunnel.port}:24", order["command"])
@@ -53,13 +58,18 @@ def _serve(order: dict[str, Any], folder: HostFolder) -> int:
     )
     signal.signal(signal.SIGTERM, lambda number, frame: _kill_group(daemon))
     print(f"relay on {host}: daemon {daemon.pid}, witness at {here}:{witness.port}", flush=True)
-    code = _wait(daemon, tunnel, witness)
+    code = _wait(daemon, tunnel, witness, mpirun_is_fenced)
     witness.stop()
     print(f"relay on {host}: ends, daemon's code {code}", flush=True)
     return code
 
 
-def _wait(daemon: subprocess.Popen[bytes], tunnel: Tunnel, witness: Witness) -> int:
+def _wait(
+    daemon: subprocess.Popen[bytes],
+    tunnel: Tunnel,
+    witness: Witness,
+    mpirun_is_fenced: Callable[[], bool],
+) -> int:
     """Until the daemon has ended, by mpirun's order; or mpirun is lost and nothing is left to do
     here."""
     while True:
@@ -67,8 +77,9 @@ def _wait(daemon: subprocess.Popen[bytes], tunnel: Tunnel, witness: Witness) -> 
             return daemon.wait(0.1)
         except subprocess.TimeoutExpired:
             pass
-        alone = tunnel.far_lost.is_set() or witness.folder.has("no_quorum")
-        if witness.left == 0 and alone:
+        if witness.left != 0:
+            continue
+        if tunnel.far_lost.is_set() or mpirun_is_fenced() or witness.folder.has("no_quorum"):
             print("relay: mpirun is out of reach and no rank is left here", flush=True)
             _kill_group(daemon)
             return daemon.wait()

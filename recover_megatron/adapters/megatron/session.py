@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from recover_megatron.adapters.megatron.arguments import read_job
 from recover_megatron.collectives.guard import GuardedCommunicator
-from recover_megatron.collectives.quorum import Evidence, Place, gather_places
+from recover_megatron.collectives.quorum import Evidence, Place, gather_places, has_quorum
 from recover_megatron.collectives.watchdog import Watchdog
 from recover_megatron.collectives.watcher import Watcher
 from recover_megatron.config import RecoveryConfig
@@ -139,7 +139,7 @@ def start(argv: Sequence[str]) -> Session:
     )
     _follow_membership(session, seen_dead)
     if on_host is not None:
-        _fence_lost_hosts(driver, layout, places, on_host)
+        _judge_hosts(on_host, driver, layout, places, evidence)
     trace.emit("started", host=host, pid=os.getpid(), ranks=layout.ranks)
     return session
 
@@ -165,13 +165,29 @@ def _check_mpirun() -> None:
         )
 
 
-def _fence_lost_hosts(
-    driver: Driver, layout: ReplicaLayout, places: Sequence[Place], on_host: RankOnHost
+def _judge_hosts(
+    on_host: RankOnHost,
+    driver: Driver,
+    layout: ReplicaLayout,
+    places: Sequence[Place],
+    evidence: Evidence,
 ) -> None:
+    """What this host's part in the job needs to know of the world: who may go on without whom, and
+    which hosts have no live rank any more."""
+
+    def ranks(world: World) -> set[int]:
+        return {rank for r in world.replicas for rank in layout.ranks_of(r)}
+
+    def has_quorum_without(hosts: frozenset[str]) -> bool:
+        before, dead = ranks(driver.world), evidence()
+        left = {rank for rank in before - dead if places[rank].host not in hosts}
+        return has_quorum(before, left, dead)
+
     def changed(world: World) -> None:
-        live = {places[rank].host for r in world.replicas for rank in layout.ranks_of(r)}
+        live = {places[rank].host for rank in ranks(world)}
         on_host.fence({place.host for place in places} - live)
 
+    on_host.has_quorum_without = has_quorum_without
     driver.on_repair(changed)
 
 
