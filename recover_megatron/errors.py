@@ -19,6 +19,10 @@ class Unrecoverable(RecoveryError):
     """Too few replicas are left: the job stops, with a checkpoint where one could be saved."""
 
 
+class StopRequested(RecoveryError):
+    """The user or the scheduler asked for an end: the job stops here, with a checkpoint."""
+
+
 class NoQuorum(RecoveryError):
     """The other side of a partition may go on, so this one must leave, by SIGKILL."""
 

@@ -44,8 +44,9 @@ def trace_path(directory: str | Path, replica_id: int, position: int) -> Path:
 def read_traces(directory: str | Path) -> Iterator[dict[str, Any]]:
     """All events of a run, file by file; a last line cut short by a kill is skipped."""
     for path in sorted(Path(directory).glob("trace.r*.p*.jsonl")):
-        for line in path.read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
+        with path.open() as lines:
+            for line in lines:
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError:
+                    continue

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -179,23 +180,34 @@ def test_install_starts_the_script_over_under_the_package(tmp_path):
     assert plain.stdout == "started ['--x'] False\n"
 
 
-def test_the_launcher_hands_on_signals_and_the_exit_code(tmp_path):
+@pytest.mark.parametrize(
+    ("training", "signals", "code"),
+    [(False, ["SIGTERM"], 9), (True, ["SIGINT"], 8), (True, ["SIGTERM", "SIGTERM"], 9)],
+)
+def test_the_launcher_asks_once_then_hands_signals_on(tmp_path, training, signals, code):
+    if training:
+        Trace(str(tmp_path), 0, 0).emit("committed", iteration=1)
+    expected = code
     code = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *a: sys.exit(9))\n"
+        f"signal.signal(signal.SIGUSR1, lambda *a: {len(signals)} > 1 or sys.exit(8))\n"
         "print('ready', flush=True)\ntime.sleep(60)"
     )
     parent = (
-        "import sys; from recover_megatron.tools.launch import _run_passing_signals as r\n"
-        f"sys.exit(r([sys.executable, '-c', {code!r}]))"
+        "import os, pathlib, sys; from recover_megatron.tools.launch import _run\n"
+        f"command, folder = [sys.executable, '-c', {code!r}], pathlib.Path({str(tmp_path)!r})\n"
+        "sys.exit(_run(command, os.environ, lambda mpirun: mpirun.wait(), folder))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 9
+        for name in signals:
+            process.send_signal(getattr(signal, name))
+            time.sleep(0.5)  # two signals at once may arrive as one
+        assert process.wait(timeout=30) == expected
 
 
 def test_a_job_in_which_nobody_reached_the_end_is_a_failure(tmp_path: Path, capsys):

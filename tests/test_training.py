@@ -7,15 +7,19 @@ Megatron-LM's stock pretrain_gpt.py. The oracle is plain Megatron without recove
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE
+from recover_megatron.adapters.megatron.session import EXIT_STOPPED, EXIT_UNRECOVERABLE
 from recover_megatron.tools.compare import Log, max_difference
-from recover_megatron.tools.rehearsal import Rehearsal
+from recover_megatron.tools.rehearsal import Rehearsal, environment
 from recover_megatron.tools.run_record import RunRecord
+from recover_megatron.trace import read_traces
 from recover_megatron.workload.samples import sample_ids
 
 LOSS_LIMIT = 1e-5
@@ -187,6 +191,27 @@ def test_too_few_replicas_leave_a_checkpoint_from_which_fewer_go_on(
         assert list(samples) == expected_samples(job, iteration)
     for iteration, loss in resumed.losses.items():
         assert loss == pytest.approx(plain.losses[iteration], abs=LOSS_LIMIT)
+
+
+def test_sigterm_ends_the_whole_job_with_a_checkpoint_and_code_4(
+    run, tmp_path, data_prefix, script
+):
+    job = Rehearsal(data_prefix, 400, 4, script=script)
+    save, folder = str(tmp_path / "checkpoint"), tmp_path / "run"
+    command = job.recover(2, folder, "--save", save, "--save-interval", "1000")
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
+    while not any(e["event"] == "committed" for e in read_traces(folder)):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == EXIT_STOPPED
+    output = (tmp_path / "log").read_text()
+    (stopped,) = re.findall(r"stopped: by a signal, after iteration (\d+); the checkpoint", output)
+    assert (Path(save) / "latest_checkpointed_iteration.txt").read_text().strip() == stopped
+    record = RunRecord(folder)
+    assert max(record.commits) == int(stopped)
+    assert record.survivors == [0, 1]
 
 
 def test_a_nan_in_one_replica_loses_that_replica_only(train, data_prefix, script):

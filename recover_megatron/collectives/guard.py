@@ -36,8 +36,8 @@ class GuardedCommunicator:
         self._rank = rank
         self._config = config
         self._proven_dead = proven_dead
-        self.asked_to_stop = False  # this rank was told to; anyone may set it at any time
-        self.stopping = False  # all ranks know that one was told to; the same at all of them
+        self._asked_to_stop = False
+        self.stopping = False  # all ranks know that one was asked to stop; the same at all of them
 
     def begin(self, world: World) -> World:
         """Build the first position groups; every rank calls it once. Returns the world to start
@@ -55,10 +55,14 @@ class GuardedCommunicator:
             self._transport.revoke()
             raise
 
+    def ask_to_stop(self) -> None:
+        """Asks the whole job to stop; the next agreement tells all. Safe in a signal handler."""
+        self._asked_to_stop = True
+
     def agree(self, vote: bool) -> bool:
         """The consensus barrier over the whole world: the same answer at every live rank. A request
         to stop travels along: a yes brings `stopping` up to date at every rank."""
-        flags = (_COMMIT if vote else 0) | (0 if self.asked_to_stop else _GO_ON)
+        flags = (_COMMIT if vote else 0) | (0 if self._asked_to_stop else _GO_ON)
         answer = self._transport.agree(flags)
         if answer & _COMMIT and not answer & _GO_ON:
             self.stopping = True

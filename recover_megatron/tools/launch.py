@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from recover_megatron.adapters.megatron.arguments import Job, read_job, wants_recovery
+from recover_megatron.adapters.megatron.session import STOP_SIGNAL
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools.launch_hosts import (
     REMOTE_SHELL,
@@ -95,11 +96,13 @@ def run(args: argparse.Namespace) -> int:
     marker.unlink(missing_ok=True)
     if not hosts:
         command = mpirun_command(job, replicas, script)
-        return _exit_code(_run(command, os.environ, wait=lambda mpirun: mpirun.wait()), marker)
+        code = _run(command, os.environ, lambda mpirun: mpirun.wait(), Path(trace_dir))
+        return _exit_code(code, marker)
     with HostJob(hosts, Path(trace_dir), args.remote_shell) as host_job:
         print(placement(hosts, replicas, job.ranks_per_replica), file=sys.stderr)
         command = mpirun_command(job, replicas, script, host_job.arguments)
-        code = _run(command, {**os.environ, **host_job.environment}, host_job.wait)
+        environment = {**os.environ, **host_job.environment}
+        code = _run(command, environment, host_job.wait, Path(trace_dir))
     return _exit_code(code, marker)
 
 
@@ -166,12 +169,22 @@ def _run(
     command: Sequence[str],
     environment: Mapping[str, str],
     wait: Callable[[subprocess.Popen[bytes]], int],
+    run_dir: Path,
 ) -> int:
-    """Run to the end in a process group of its own, handing on SIGINT and SIGTERM once each."""
+    """Run to the end in a process group of its own. The first SIGINT or SIGTERM asks the ranks to
+    stop after the iteration, with a checkpoint; the second, or one before training, ends them."""
     process = subprocess.Popen(command, start_new_session=True, env=environment)
+    asked = False
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
+        nonlocal asked
+        begun = any(e["event"] == "committed" for e in read_traces(run_dir))
+        if begun and not asked:
+            asked = True
+            print("recover: stopping after this iteration; again to end at once", file=sys.stderr)
+            process.send_signal(STOP_SIGNAL)
+        else:
+            process.send_signal(number)
 
     before = {n: signal.signal(n, hand_on) for n in (signal.SIGINT, signal.SIGTERM)}
     try:

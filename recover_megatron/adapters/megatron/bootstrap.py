@@ -20,11 +20,12 @@ from recover_megatron import mark_started
 from recover_megatron.adapters.megatron.arguments import wants_recovery
 from recover_megatron.adapters.megatron.session import (
     EXIT_CONFIG,
+    EXIT_STOPPED,
     EXIT_UNRECOVERABLE,
     Session,
     start,
 )
-from recover_megatron.errors import ConfigError, NoQuorum, Unrecoverable
+from recover_megatron.errors import ConfigError, NoQuorum, StopRequested, Unrecoverable
 
 PLATFORM_FLAG = "--recover-platform"
 
@@ -69,6 +70,9 @@ def _run_recovering(
     except Unrecoverable as error:
         _say(f"stopped: {error}", session)
         finish(session, EXIT_UNRECOVERABLE)
+    except StopRequested as error:
+        _say(f"stopped: {error}", session)
+        finish(session, EXIT_STOPPED)
     except NoQuorum as error:
         if session is not None and session.on_host is not None:
             session.on_host.had_no_quorum()

@@ -24,7 +24,7 @@ from recover_megatron.adapters.megatron.gradients import GradientBuckets
 from recover_megatron.adapters.megatron.iteration import Iteration
 from recover_megatron.adapters.megatron.replicas import any_in_replica, check_replicas
 from recover_megatron.adapters.megatron.session import Session
-from recover_megatron.errors import ConfigError, InvariantViolation, Unrecoverable
+from recover_megatron.errors import ConfigError, InvariantViolation, StopRequested, Unrecoverable
 from recover_megatron.workload.samples import sample_ids
 
 logger = logging.getLogger(__name__)
@@ -342,6 +342,14 @@ class Hooks:
                 f"only {len(live)} of {session.layout.replicas} replicas are left after iteration "
                 f"{iteration}, fewer than --recover-min-replicas {config.min_replicas}; the "
                 f"checkpoint of iteration {iteration} is in {self._args.save}"
+            )
+        if session.communicator.stopping:
+            kept = f"the checkpoint of iteration {iteration} is in {self._args.save}"
+            if self._args.save:
+                self._save_before_stop(bound)
+            raise StopRequested(
+                f"by a signal, after iteration {iteration}; "
+                + (kept if self._args.save else "without --save there is no checkpoint")
             )
         return stock(*args, **more)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
 EXIT_UNRECOVERABLE = 3
+EXIT_STOPPED = 4
+STOP_SIGNAL = signal.SIGUSR1  # mpirun hands it on to all ranks
 
 
 @dataclass
@@ -88,6 +91,7 @@ def start(argv: Sequence[str]) -> Session:
     """
     job = read_job(argv)
     _check_mpirun()
+    signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # too early to be asked to stop
     layout = job.layout(int(os.environ["OMPI_COMM_WORLD_SIZE"]))
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     replica_id, position = layout.replica_of(rank), layout.position_of(rank)
@@ -116,6 +120,7 @@ def start(argv: Sequence[str]) -> Session:
     places = gather_places(transport, host)
     evidence = Evidence(places, host, on_host.folder.path / "dead" if on_host else None)
     communicator = GuardedCommunicator(transport, layout, rank, config, evidence)
+    signal.signal(STOP_SIGNAL, lambda number, frame: communicator.ask_to_stop())
     world = communicator.begin(World.initial(layout))
     faults = parse_faults(config.inject, layout)
     mine = [f for f in faults if (f.replica, f.position) == (replica_id, position)]
