@@ -51,6 +51,14 @@ class RecoveryConfig:
         flag="--recover-hang-timeout",
         type=float,
     )
+    stall_timeout_s: float | None = _flag(
+        None,
+        "so does a rank that takes longer than this from a commit to its next microbatch "
+        "(optimizer, log, save, evaluation; 0: no limit; default: 20 times the longest so far, at "
+        "least 1800)",
+        flag="--recover-stall-timeout",
+        type=float,
+    )
     intra_replica_dp: int = _flag(1, "data-parallel ranks inside one replica")
     bucket_mb: float = _flag(
         25.0, "size in MB of the pieces in which gradients are reduced across replicas"
@@ -76,6 +84,7 @@ class RecoveryConfig:
             ("min_replicas", 1),
             ("check_replicas_interval", 0),
             ("hang_timeout_s", 0),
+            ("stall_timeout_s", 0),
             ("intra_replica_dp", 1),
         ):
             value = getattr(self, name)

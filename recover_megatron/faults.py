@@ -31,7 +31,7 @@ PHASES = ("forward", "backward", "gradient", "sync", "commit", "optimizer", "rep
 INDEXED_PHASES = ("forward", "backward", "gradient", "sync")
 HANGS = ("hang", "hold", "stop")
 KINDS = ("kill", "nan", *HANGS)
-HANG_PHASES = ("forward", "backward")  # the watchdog looks at a rank while it computes
+HANG_PHASES = ("forward", "backward", "optimizer")  # where no peer is waited for
 RANDOM_PHASES = ("forward", "backward", "sync", "commit", "optimizer")
 
 _ITEM = re.compile(

@@ -74,10 +74,12 @@ def test_two_replicas_lost_in_the_same_bucket_are_absorbed(drive):
     assert drive(4, "1.0@3:sync.1,2.0@3:sync.1").survivors == [0, 3]
 
 
+@pytest.mark.parametrize("phase", ["forward.1", "optimizer"])
 @pytest.mark.parametrize("kind", ["hang", "hold", "stop"])
-def test_a_hung_rank_is_ended_by_its_watchdog(drive, kind):
-    """Asleep, asleep with Python's lock, or stopped as a whole."""
-    record = drive(3, f"{kind}:1.1@3:forward.1", "--recover-hang-timeout", "5")
+def test_a_hung_rank_is_ended_by_its_watchdog(drive, kind, phase):
+    """Asleep, asleep with Python's lock, or stopped as a whole; computing, or after a commit."""
+    flag = "--recover-hang-timeout" if phase == "forward.1" else "--recover-stall-timeout"
+    record = drive(3, f"{kind}:1.1@3:{phase}", flag, "5")
     assert record.survivors == [0, 2]
     (death,) = [e for e in record.of("died") if (e["replica"], e["position"]) == (1, 1)]
     assert "no progress" in death["reason"]

@@ -4,14 +4,15 @@ It is a process and not a thread, so that it also ends a rank whose training thr
 lock, or that is stopped as a whole (SIGSTOP). Peers see a hung rank as a dead replica then.
 
 The rank writes the moment until which the next sign of progress must come into a shared page; zero
-means that none is expected (it waits for peers, saves, evaluates or is done). This file is also the
-watchdog's program, run as `python -I -S watchdog.py FD PID TRACE`: standard library only.
+means that none is expected (it waits for peers or is done). This file is also the watchdog's
+program, run as `python -I -S watchdog.py FD PID TRACE`: standard library only.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import mmap
 import os
 import signal
@@ -28,22 +29,34 @@ _FORMAT = "d"
 class Watchdog:
     """The rank's side. Made before MPI is started; used by the training thread alone.
 
-    `timeout_s` is the longest time between two signs of progress while computing. None: twenty
+    `hang_timeout_s` is the longest time between two signs of progress while computing. None: twenty
     times the longest that was seen, at least `floor_s`, and half an hour until the first iteration
     has been computed (kernels are compiled in it). 0: no watchdog.
+
+    `stall_timeout_s` is the longest time from a commit to the next microbatch: optimizer, log,
+    save, evaluation. None: twenty times the longest that was seen, at least half an hour. 0: no
+    limit.
     """
 
     FACTOR = 20.0
-    FIRST_S = 1800.0
+    LONG_S = 1800.0
 
-    def __init__(self, timeout_s: float | None, floor_s: float, trace_path: str | None):
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        hang_timeout_s: float | None,
+        stall_timeout_s: float | None,
+        floor_s: float,
+        trace_path: str | None,
+    ):
+        self._hang_timeout_s = hang_timeout_s
+        self._stall_timeout_s = stall_timeout_s
         self._floor_s = floor_s
         self._last: float | None = None
-        self._longest = 0.0
+        self._between = False
+        self._longest = {False: 0.0, True: 0.0}  # by _between
         self._settled = False  # the first iteration has been computed
         self._page: mmap.mmap | None = None
-        if timeout_s == 0:
+        if hang_timeout_s == 0:
             return
         fd = os.memfd_create("recover-watchdog")
         os.ftruncate(fd, mmap.PAGESIZE)
@@ -60,29 +73,41 @@ class Watchdog:
 
     @property
     def timeout_s(self) -> float:
-        if self._timeout_s is not None:
-            return self._timeout_s
-        if not self._settled:
-            return self.FIRST_S
-        return max(self._floor_s, self.FACTOR * self._longest)
+        """In the present phase; infinite if it has no limit."""
+        fixed = self._stall_timeout_s if self._between else self._hang_timeout_s
+        if fixed is not None:
+            return fixed or math.inf
+        measured = self.FACTOR * self._longest[self._between]
+        long = self._between or not self._settled
+        return max(self.LONG_S if long else self._floor_s, measured)
 
     def beat(self) -> None:
         """Progress while computing (a microbatch begins); the next must come within timeout_s."""
-        now = time.monotonic()
-        self._measure(now)
-        self._last = now
-        self._write(now + self.timeout_s)
+        self._enter(between=False)
+
+    def between(self) -> None:
+        """An iteration is committed; its optimizer step, log, save and evaluation are to end within
+        timeout_s."""
+        self._enter(between=True)
 
     def rest(self) -> None:
-        """Computing ends: no progress of this rank's own is expected until the next beat."""
+        """No progress of this rank's own is expected until the next beat: it waits for peers."""
         self._measure(time.monotonic())
-        self._settled = self._settled or self._last is not None
+        self._settled = self._settled or (self._last is not None and not self._between)
         self._last = None
         self._write(0.0)
 
+    def _enter(self, between: bool) -> None:
+        now = time.monotonic()
+        self._measure(now)
+        self._last, self._between = now, between
+        limit = self.timeout_s
+        self._write(now + limit if limit < math.inf else 0.0)
+
     def _measure(self, now: float) -> None:
         if self._last is not None:
-            self._longest = max(self._longest, now - self._last)
+            longest = self._longest[self._between]
+            self._longest[self._between] = max(longest, now - self._last)
 
     def _write(self, deadline: float) -> None:
         if self._page is not None:
@@ -112,7 +137,7 @@ def _end(pid: int, trace_path: str) -> None:
         os.kill(pid, STACK_SIGNAL)  # its stack goes to its own log
         time.sleep(POLL_S)
         if trace_path:
-            reason = "no progress while computing: ended by its watchdog"
+            reason = "no progress of its own: ended by its watchdog"
             event = {"time": time.time(), "event": "died", "reason": reason}
             event |= dict(zip(("replica", "position"), _who(trace_path), strict=True))
             with open(trace_path, "a") as trace:

@@ -28,6 +28,7 @@ from recover_megatron.tools.launch_hosts import (
     parse_hosts,
     placement,
 )
+from recover_megatron.tools.stall import StallReport
 from recover_megatron.trace import read_traces
 
 # ulfm.md, section 0. A rank that makes no MPI progress for the detector's time-out is declared
@@ -64,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what starts a command line on {host} (default: %(default)s)",
     )
     parser.add_argument(
+        "--report-stall",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="say who is waited for when no rank has made progress for so long (default: 120)",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="print the mpirun line, start nothing"
     )
     parser.add_argument(
@@ -78,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     replicas = args.replicas if args.replicas is not None else _replicas_for_gpus(job)
     if replicas < 1:
         raise ConfigError(f"--replicas must be at least 1, got {replicas}")
-    job.layout(replicas * job.ranks_per_replica)
+    layout = job.layout(replicas * job.ranks_per_replica)
     hosts: tuple[Host, ...] = ()
     if args.hosts:
         hosts = parse_hosts(args.hosts, replicas, job.ranks_per_replica)
@@ -94,16 +102,32 @@ def run(args: argparse.Namespace) -> int:
     Path(trace_dir).mkdir(parents=True, exist_ok=True)
     marker = Path(trace_dir) / "exit_code"
     marker.unlink(missing_ok=True)
+    stall = StallReport(Path(trace_dir), layout, args.report_stall)
+    stall.start()
+    try:
+        code = _start(job, replicas, script, hosts, args.remote_shell, Path(trace_dir))
+    finally:
+        stall.stop()
+    return _exit_code(code, marker)
+
+
+def _start(
+    job: Job,
+    replicas: int,
+    script: Sequence[str],
+    hosts: Sequence[Host],
+    remote_shell: str,
+    run_dir: Path,
+) -> int:
+    """mpirun's own code; the job's stands in the run folder."""
     if not hosts:
         command = mpirun_command(job, replicas, script)
-        code = _run(command, os.environ, lambda mpirun: mpirun.wait(), Path(trace_dir))
-        return _exit_code(code, marker)
-    with HostJob(hosts, Path(trace_dir), args.remote_shell) as host_job:
+        return _run(command, os.environ, lambda mpirun: mpirun.wait(), run_dir)
+    with HostJob(hosts, run_dir, remote_shell) as host_job:
         print(placement(hosts, replicas, job.ranks_per_replica), file=sys.stderr)
         command = mpirun_command(job, replicas, script, host_job.arguments)
         environment = {**os.environ, **host_job.environment}
-        code = _run(command, environment, host_job.wait, Path(trace_dir))
-    return _exit_code(code, marker)
+        return _run(command, environment, host_job.wait, run_dir)
 
 
 def mpirun_command(
@@ -209,10 +233,19 @@ def _exit_code(mpirun_code: int, marker: Path) -> int:
 
 
 def _first_death(run_dir: Path) -> str:
-    deaths = [e for e in read_traces(run_dir) if e["event"] == "died"]
+    deaths = sorted(
+        (e for e in read_traces(run_dir) if e["event"] == "died"), key=lambda e: float(e["time"])
+    )
     if not deaths:
         return ""
-    first = min(deaths, key=lambda e: e["time"])
-    return f"; the first to die was replica {first['replica']}, position {first['position']}: " + (
+    first = deaths[0]
+    said = f"; the first to die was replica {first['replica']}, position {first['position']}: " + (
         str(first["reason"])
     )
+    nan = {e["replica"] for e in deaths if "NaN" in str(e["reason"])}
+    if len(nan) > 1:
+        said += (
+            f"; {len(nan)} replicas found NaN at once, so the data or the model is at fault, not "
+            "the hardware"
+        )
+    return said

@@ -45,7 +45,6 @@ class SumWork:
         total = self._step * sum(range(1, MICROBATCHES + 1))
         for k, bucket in enumerate(self._buckets):
             assert (bucket.reduced == total * (k + 1)).all(), bucket.reduced
-        self._session.injector.enter("optimizer")
 
 
 def raise_if_asked(session, step: int) -> None:
@@ -60,6 +59,8 @@ def main() -> None:
         session.injector.begin(step)
         session.injector.expect("sync", BUCKETS)
         session.driver.run_step(step, MICROBATCHES, SumWork(session, step))
+        session.watchdog.between()
+        session.injector.enter("optimizer")
     session.finish(0)
 
 

@@ -176,6 +176,7 @@ class Hooks:
         if session.console is not None:
             session.console.begin()
         self._feed.committed(session.driver.run_step(number, self._microbatches, work))
+        session.watchdog.between()
         if session.console is not None:
             session.console.committed()
         if work.poisoned:
@@ -326,14 +327,15 @@ class Hooks:
         last = iteration == self._args.train_iters
         interval = config.check_replicas_interval
         if interval and (last or iteration % interval == 0):
-            mine = check_replicas(
-                session.driver,
-                session.communicator,
-                session.layout,
-                session.replica_id,
-                model,
-                iteration,
-            )
+            with session.waiting_for_peers():
+                mine = check_replicas(
+                    session.driver,
+                    session.communicator,
+                    session.layout,
+                    session.replica_id,
+                    model,
+                    iteration,
+                )
             session.trace.emit("parameters", iteration=iteration, fingerprint=f"{mine:014x}")
         live = session.driver.world.replicas
         if len(live) < config.min_replicas:
@@ -359,7 +361,8 @@ class Hooks:
         while saved_by != driver.world.leader:
             saved_by = driver.world.leader
             self._save(bound)
-            driver.guarded("save before stop", lambda: None)
+            with self._session.waiting_for_peers():
+                driver.guarded("save before stop", lambda: None)
 
     def _save(self, bound: dict[str, Any]) -> None:
         self._host.training.save_checkpoint_and_time(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,6 +60,13 @@ class Session:
         """True at every rank of the lowest live replica."""
         return self.driver.world.leader == self.replica_id
 
+    @contextlib.contextmanager
+    def waiting_for_peers(self) -> Iterator[None]:
+        """Around a wait between two iterations, which is not this rank's own stall."""
+        self.watchdog.rest()
+        yield
+        self.watchdog.between()
+
     def finish(self, code: int) -> NoReturn:
         """The orderly end of a rank whose whole world ends: all live ranks call it.
 
@@ -98,7 +106,9 @@ def start(argv: Sequence[str]) -> Session:
     config, folder = job.config, job.config.trace_dir
     trace = Trace(folder, replica_id, position)
     trace_file = str(trace_path(folder, replica_id, position)) if folder else None
-    watchdog = Watchdog(config.hang_timeout_s, config.hang_floor_s, trace_file)
+    watchdog = Watchdog(
+        config.hang_timeout_s, config.stall_timeout_s, config.hang_floor_s, trace_file
+    )
     on_host = RankOnHost.if_any()
     host = on_host.host if on_host else socket.gethostname()
     from recover_megatron.collectives.ulfm import UlfmTransport  # starts MPI
