@@ -11,7 +11,8 @@
 middle of the all-reduce of bucket 3; `forward.1` and `backward.1` mean that rank's second
 microbatch of the iteration; `gradient` is when the K-th pass over microbatches is done (0, or 1 for
 what a lost replica owed); `commit` is just before the agreement, `optimizer` inside
-`optimizer.step()`, `repair` when the rank starts to repair the loss of another replica.
+`optimizer.step()`, `save` and `evaluate` inside a checkpoint's save (by the replica that leads) and
+an evaluation after the iteration, `repair` when the rank starts to repair another replica's loss.
 `random:seed=1:every=5:count=4` loses one replica in each of the first four intervals of five
 iterations, the iteration inside the interval, replica, position, phase and index drawn from the
 seed (the paper's schedule, section 5).
@@ -27,11 +28,15 @@ from dataclasses import dataclass
 from recover_megatron.errors import ConfigError
 from recover_megatron.world import ReplicaLayout
 
-PHASES = ("forward", "backward", "gradient", "sync", "commit", "optimizer", "repair")
+PHASES = (
+    *("forward", "backward", "gradient", "sync", "commit"),
+    *("optimizer", "save", "evaluate", "repair"),
+)
 INDEXED_PHASES = ("forward", "backward", "gradient", "sync")
 HANGS = ("hang", "hold", "stop")
 KINDS = ("kill", "nan", *HANGS)
-HANG_PHASES = ("forward", "backward", "optimizer")  # where no peer is waited for
+# Where no peer is waited for.
+HANG_PHASES = ("forward", "backward", "optimizer", "save", "evaluate")
 RANDOM_PHASES = ("forward", "backward", "sync", "commit", "optimizer")
 
 _ITEM = re.compile(

@@ -21,8 +21,8 @@ class Injector:
         self._emit = emit
         self._iteration = 0
         self._count: dict[str, int] = {}
-        self._entered: dict[int, float] = {}
-        self._took: dict[int, float] = {}
+        self._entered: dict[tuple[str, int], float] = {}
+        self._took: dict[tuple[str, int], float] = {}
         self._armed: Fault | None = None
         self.make_nan: Callable[[], None] = lambda: None  # set by the owner of the gradient
 
@@ -42,28 +42,29 @@ class Injector:
         """This rank is about to do `phase`: a fault planned for here happens now."""
         if not self._faults:
             return
-        self._entered[index] = time.monotonic()
+        self._entered[phase, index] = time.monotonic()
         last = self._count.get(phase, 1) - 1
         for fault in list(self._faults):
             here = fault.iteration == self._iteration and fault.phase == phase
             if here and min(fault.index, last) == index:
-                if phase == "sync" and fault.kind == "kill":
-                    self._arm(fault, index)
+                if phase in ("sync", "save") and fault.kind == "kill":
+                    self._arm(fault, phase, index)
                 else:
                     self._fire(fault)
 
     def leave(self, phase: str, index: int = 0) -> None:
-        """The all-reduce of bucket `index` has ended. A fault that was to strike inside strikes."""
+        """The all-reduce of bucket `index`, or the save, has ended. A fault that was to strike
+        inside strikes."""
         if not self._faults:
             return
-        self._took[index] = time.monotonic() - self._entered[index]
+        self._took[phase, index] = time.monotonic() - self._entered[phase, index]
         if self._armed is not None:
             self._fire(self._armed)
 
-    def _arm(self, fault: Fault, index: int) -> None:
-        """Strike half-way through the coming all-reduce, judged by how long it took before."""
+    def _arm(self, fault: Fault, phase: str, index: int) -> None:
+        """Strike half-way through what comes, judged by how long it took before."""
         self._armed = fault
-        delay = self._took.get(index, 0.002) / 2
+        delay = self._took.get((phase, index), 0.002) / 2
         timer = threading.Timer(delay, self._fire, (fault,))
         timer.daemon = True
         timer.start()

@@ -66,6 +66,7 @@ def test_ranks_per_replica_follow_from_all_parallel_sizes():
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        (["--recover-hang-timeout", "700"], "longer than the 600 s after which a replica's own"),
         (["--recover-policy", "lucky"], "invalid choice: 'lucky'"),
         (["--recover-min-replicas", "0"], "--recover-min-replicas must be at least 1, got 0"),
         (["--recover-min-replicas", "9", "--save", "x"], "more than the 2 replicas"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.adapters.megatron.arguments import read_job
-from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE
+from recover_megatron.adapters.megatron.session import EXIT_CONFIG, EXIT_UNRECOVERABLE
 from recover_megatron.tools import cli
 from recover_megatron.tools.launch import mpirun_command
 from recover_megatron.tools.run_record import RunRecord
@@ -116,19 +116,36 @@ def test_nothing_is_left_behind(drive):
         assert not _alive(event["pid"])
 
 
-def test_a_replica_that_differs_in_one_bit_is_named_and_the_job_stops(run, tmp_path):
-    words = ["--recover", "--micro-batch-size", "1", "--global-batch-size", "3"]
-    words += ["--tensor-model-parallel-size", "2", "--recover-trace-dir", str(tmp_path / "run")]
-    code, output = run(mpirun("check_job.py", 3, words))
-    assert code == EXIT_UNRECOVERABLE, output
-    verdicts = [
-        line
-        for log in (tmp_path / "run").glob("log.*.txt")
-        for line in log.read_text().splitlines()
-        if line.startswith("verdict")
-    ]
-    assert len(verdicts) == 6
-    assert all("after iteration 2 the parameters of replica 1 differ" in v for v in verdicts)
+@pytest.fixture
+def verdicts(run, tmp_path):
+    """Runs the check job over 3 x 2 ranks; returns its code and what each rank says."""
+
+    def start() -> tuple[int, list[str]]:
+        words = ["--recover", "--micro-batch-size", "1", "--global-batch-size", "3"]
+        words += ["--tensor-model-parallel-size", "2", "--recover-trace-dir", str(tmp_path / "run")]
+        code, _ = run(mpirun("check_job.py", 3, words))
+        logs = [log.read_text() for log in (tmp_path / "run").glob("log.*.txt")]
+        lines = [line for log in logs for line in log.splitlines()]
+        return code, [line for line in lines if line.startswith("verdict")]
+
+    return start
+
+
+def test_a_replica_that_differs_in_one_bit_is_named_and_the_job_stops(verdicts):
+    code, said = verdicts()
+    assert code == EXIT_UNRECOVERABLE
+    assert len(said) == 6
+    assert all("after iteration 2 the parameters of replica 1 differ" in v for v in said)
+
+
+def test_replicas_that_loaded_different_iterations_are_named_and_do_not_start(
+    verdicts, monkeypatch
+):
+    monkeypatch.setenv("LOADED", "8")
+    code, said = verdicts()
+    assert code == EXIT_CONFIG
+    assert len(said) == 6
+    assert all("(replica 0: 8, replica 1: 9, replica 2: 8)" in v for v in said)
 
 
 def test_the_doctor_finds_this_machine_fit(capsys):

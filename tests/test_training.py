@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from recover_megatron.tools.rehearsal import Rehearsal, environment
 from recover_megatron.tools.run_record import RunRecord
 from recover_megatron.trace import read_traces
 from recover_megatron.workload.samples import sample_ids
+from tests.conftest import checkout
 
 LOSS_LIMIT = 1e-5
 OPTIONS = ("--recover-bucket-mb", "0.05", "--recover-check-replicas-interval", "1")
@@ -191,6 +193,44 @@ def test_too_few_replicas_leave_a_checkpoint_from_which_fewer_go_on(
         assert list(samples) == expected_samples(job, iteration)
     for iteration, loss in resumed.losses.items():
         assert loss == pytest.approx(plain.losses[iteration], abs=LOSS_LIMIT)
+
+
+def test_killed_in_a_save_the_next_replica_saves_and_any_number_resumes(
+    train, run, tmp_path, data_prefix, script
+):
+    """Scenarios 9 and 17."""
+    job = Rehearsal(data_prefix, 8, 12, script=script)
+    plain = train.plain(job)
+    save = str(tmp_path / "checkpoint")
+    faults = ("--save", save, "--save-interval", "3", "--recover-inject", "0.0@3:save")
+    _, record = train.recovered(job, 3, *faults)
+    assert record.survivors == [1, 2]
+    assert [e["phase"] for e in record.of("fault")] == ["save"]
+    tracker = Path(save) / "latest_checkpointed_iteration.txt"
+    assert tracker.read_text().strip() in ("6", "8")
+    tracker.write_text("6")  # the stock script saves once more at its end
+    for replicas in (4, 2, 1):
+        folder = tmp_path / f"resumed-{replicas}"
+        code, output = run(job.recover(replicas, folder, *OPTIONS, "--load", save), "resume")
+        assert code == 0, output
+        resumed = RunRecord(folder)
+        assert sorted(resumed.commits) == [7, 8]
+        for iteration, loss in resumed.losses.items():
+            assert loss == pytest.approx(plain.losses[iteration], abs=LOSS_LIMIT)
+
+
+@pytest.mark.megatron_lm
+def test_killed_in_an_evaluation(train, data_prefix, megatron_lm):
+    """Scenario 11. Only the stock script evaluates."""
+    script = str(checkout() / "pretrain_gpt.py")
+    job = Rehearsal(data_prefix, 6, 6, pp=2, script=script)
+    evaluate = ("--eval-interval", "2", "--eval-iters", "2")
+    job = replace(job, extra=evaluate)
+    plain = train.plain(job)
+    log, record = train.recovered(job, 3, "--recover-inject", "0.1@4:evaluate")
+    assert_same_training(log, plain)
+    assert record.survivors == [1, 2]
+    assert [e["phase"] for e in record.of("fault")] == ["evaluate"]
 
 
 def test_sigterm_ends_the_whole_job_with_a_checkpoint_and_code_4(

@@ -1,12 +1,14 @@
-"""Replica 1 of 3 ends with one parameter off by one bit: check_replicas must name it everywhere."""
+"""Replica 1 of 3 has loaded another iteration, or ends with one parameter off by one bit: it must
+be named everywhere."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 from recover_megatron.adapters.megatron import bootstrap
-from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE, start
-from recover_megatron.errors import Unrecoverable
+from recover_megatron.adapters.megatron.session import EXIT_CONFIG, EXIT_UNRECOVERABLE, start
+from recover_megatron.errors import ConfigError, Unrecoverable
 
 
 def main() -> None:
@@ -16,8 +18,16 @@ def main() -> None:
     cpu.install_torch()
     import torch
 
-    from recover_megatron.adapters.megatron.replicas import check_replicas
+    from recover_megatron.adapters.megatron.replicas import check_replicas, check_same_iteration
 
+    if "LOADED" in os.environ:
+        at = int(os.environ["LOADED"]) + (session.replica_id == 1)
+        facts = (session.driver, session.communicator, session.layout, session.replica_id)
+        try:
+            check_same_iteration(*facts, at)
+        except ConfigError as error:
+            print(f"verdict: {error}", flush=True)
+            session.finish(EXIT_CONFIG)
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(1)
     model = [torch.nn.Linear(8, 8)]

@@ -113,6 +113,7 @@ def read_job(argv: Sequence[str]) -> Job:
     parser.add_argument("--data-path", nargs="*", default=[])
     parser.add_argument("--rampup-batch-size", nargs="*")
     parser.add_argument("--save")
+    parser.add_argument("--distributed-timeout-minutes", type=float, default=10)
     args, _ = parser.parse_known_args(list(argv))
     config = recovery_config(args)
     _check_optimizer(args, config)
@@ -140,6 +141,13 @@ def read_job(argv: Sequence[str]) -> Job:
         )
     if args.rampup_batch_size:
         raise ConfigError("--rampup-batch-size is not supported with --recover yet")
+    own_timeout_s = 60 * args.distributed_timeout_minutes
+    if (config.hang_timeout_s or 0) > own_timeout_s:
+        raise ConfigError(
+            f"--recover-hang-timeout {config.hang_timeout_s:g} is longer than the "
+            f"{own_timeout_s:g} s after which a replica's own collectives give up, so that a hung "
+            "rank would never be named; lower it, or raise --distributed-timeout-minutes"
+        )
     if config.min_replicas > 1 and not args.save:
         raise ConfigError(
             "--recover-min-replicas stops the job with a checkpoint, so it needs --save FOLDER"

@@ -22,7 +22,11 @@ from recover_megatron.adapters.megatron.arguments import add_recovery_arguments,
 from recover_megatron.adapters.megatron.data import MicrobatchFeed, load_streams, save_streams
 from recover_megatron.adapters.megatron.gradients import GradientBuckets
 from recover_megatron.adapters.megatron.iteration import Iteration
-from recover_megatron.adapters.megatron.replicas import any_in_replica, check_replicas
+from recover_megatron.adapters.megatron.replicas import (
+    any_in_replica,
+    check_replicas,
+    check_same_iteration,
+)
 from recover_megatron.adapters.megatron.session import Session
 from recover_megatron.errors import ConfigError, InvariantViolation, StopRequested, Unrecoverable
 from recover_megatron.workload.samples import sample_ids
@@ -127,7 +131,9 @@ class Hooks:
 
     def _build_data_loaders(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """The leader first: every replica's rank 0 would write the same index cache files."""
-        driver, built = self._session.driver, None
+        session, built = self._session, None
+        driver, facts = session.driver, (session.communicator, session.layout, session.replica_id)
+        check_same_iteration(driver, *facts, getattr(self._args, "iteration", 0))
         for turn in ("leader", "others"):
             if built is None and (self._session.leading or turn == "others"):
                 built = (stock(*args, **more),)
@@ -275,9 +281,10 @@ class Hooks:
 
     def _forward_step_calc_loss(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Every loss is scaled by the constant B, whatever number this replica computes."""
-        if self._microbatches is None:
-            return stock(*args, **more)
         session = self._session
+        if self._microbatches is None:
+            session.injector.enter("evaluate")
+            return stock(*args, **more)
         session.watchdog.beat()
         session.injector.enter("forward", self._forwards)
         self._forwards += 1
@@ -316,7 +323,10 @@ class Hooks:
         if self._feed.streams is not None and self._session.position == 0:
             iteration = inspect.signature(stock).bind(*args, **more).arguments["iteration"]
             save_streams(self._args.save, iteration, self._feed.streams)
-        return stock(*args, **more)
+        self._session.injector.enter("save")
+        result = stock(*args, **more)
+        self._session.injector.leave("save")
+        return result
 
     def _checkpoint_and_decide_exit(
         self, stock: Callable[..., Any], *args: Any, **more: Any

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from recover_megatron.errors import Unrecoverable
+from recover_megatron.errors import ConfigError, Unrecoverable
 from recover_megatron.recovery.driver import Communicator, Driver
 from recover_megatron.world import ReplicaLayout
 
@@ -40,6 +40,34 @@ def any_in_replica(flag: bool) -> bool:
     return bool(found.item())
 
 
+def exchange(
+    driver: Driver, communicator: Communicator, layout: ReplicaLayout, replica_id: int, mine: int
+) -> dict[int, int]:
+    """Each live replica's number (63 bits), by replica, within this rank's position group."""
+    everyone = np.zeros(layout.replicas, dtype=np.int64)
+
+    def reduce() -> None:
+        own = np.zeros(layout.replicas, dtype=np.int64)
+        own[replica_id] = mine
+        communicator.all_reduce(own, everyone)
+
+    driver.guarded("exchange", reduce)
+    return {r: int(everyone[r]) for r in driver.world.replicas}
+
+
+def check_same_iteration(
+    driver: Driver, communicator: Communicator, layout: ReplicaLayout, replica_id: int, at: int
+) -> None:
+    """Raises ConfigError, at every rank, unless all replicas start after the same iteration."""
+    found = exchange(driver, communicator, layout, replica_id, at)
+    if len(set(found.values())) > 1:
+        each = ", ".join(f"replica {r}: {iteration}" for r, iteration in found.items())
+        raise ConfigError(
+            f"the replicas loaded different iterations ({each}); --load must lead to the same "
+            "checkpoint on every host"
+        )
+
+
 def check_replicas(
     driver: Driver,
     communicator: Communicator,
@@ -54,16 +82,9 @@ def check_replicas(
     the job, whatever position differs. A replica that dies meanwhile is repaired like anywhere.
     """
     mine = fingerprint(model)
-    everyone = np.zeros(layout.replicas, dtype=np.int64)
-
-    def exchange() -> None:
-        own = np.zeros(layout.replicas, dtype=np.int64)
-        own[replica_id] = mine
-        communicator.all_reduce(own, everyone)
-
-    driver.guarded("check replicas", exchange)
+    prints = exchange(driver, communicator, layout, replica_id, mine)
     odd = torch.zeros(layout.replicas, dtype=torch.int32, device=torch.cuda.current_device())
-    odd[odd_replicas({r: int(everyone[r]) for r in driver.world.replicas})] = 1
+    odd[odd_replicas(prints)] = 1
     # Every replica holds every position, so this tells all ranks of the job the same.
     torch.distributed.all_reduce(odd, op=torch.distributed.ReduceOp.MAX)
     named = odd.nonzero().view(-1).tolist()
