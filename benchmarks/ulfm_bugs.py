@@ -1,0 +1,87 @@
+"""How often bugs of Open MPI 5.0.11 cost our protocol a healthy replica, and what avoids that.
+
+    python benchmarks/ulfm_bugs.py --jobs 40
+
+Each job is tests/jobs/driver_job.py with 8 replicas of 2 ranks; four replicas are killed at random
+moments inside all-reduces of 1 MB, so four must be left. A replica lost beyond that, a job without
+survivors, a hang (5 minutes) and a wrong sum are counted. The conditions alternate job by job, so
+that they meet the same machine. Prints one line a job and a table at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from recover_megatron.adapters.megatron.arguments import read_job
+from recover_megatron.tools.launch import mpirun_command
+from recover_megatron.tools.rehearsal import run_job
+from recover_megatron.tools.run_record import RunRecord
+
+ROOT = Path(__file__).resolve().parent.parent
+REPLICAS, KILLS, HANGS_AFTER_S = 8, 4, 300.0
+# Condition -> (the job's environment, Open MPI's transport on one host)
+CONDITIONS = {
+    "ours, shared memory": ({}, "tcp,self,sm"),
+    "ours, TCP": ({}, "tcp,self"),
+    "without settling, TCP": ({"BENCH_NO_SETTLE": "1"}, "tcp,self"),
+    "blocking MPI_Allreduce, TCP": ({"BENCH_BLOCKING": "1"}, "tcp,self"),
+}
+
+
+def one_job(name: str, seed: int, folder: Path) -> Counter[str]:
+    """Counts of one job under one condition."""
+    environment, transport = CONDITIONS[name]
+    words = ["--recover", "--micro-batch-size", "1", "--global-batch-size", "12"]
+    words += ["--tensor-model-parallel-size", "2", "--recover-trace-dir", str(folder)]
+    words += ["--recover-inject", f"random:seed={seed}:every=2:count={KILLS}:phase=sync"]
+    command = mpirun_command(read_job(words), REPLICAS, ["SCRIPT"])
+    python = command[: command.index("-m", command.index("-n"))]
+    python[python.index("tcp,self,sm")] = transport
+    os.environ.update(environment)
+    log = folder.with_suffix(".log")
+    script = str(Path(__file__).with_name("ulfm_bugs_job.py"))
+    code = run_job([*python, script, *words], log, limit_s=HANGS_AFTER_S)
+    for variable in environment:
+        del os.environ[variable]
+    record = RunRecord(folder)
+    output = log.read_text() + "".join(p.read_text() for p in folder.glob("log.*.txt"))
+    left = len(record.survivors)
+    return Counter(
+        jobs=1,
+        kills=len(record.of("fault")),
+        extra=max(0, REPLICAS - len(record.of("fault")) - left) if left else 0,
+        none_left=int(left == 0),
+        hangs=int(code < 0),
+        wrong_sums=output.count("AssertionError"),
+        crashes=output.count("Signal: "),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--jobs", type=int, default=40, help="of each condition")
+    parser.add_argument("--first-seed", type=int, default=0)
+    args = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    os.environ["PYTHONPATH"] = str(ROOT)
+    totals: dict[str, Counter[str]] = {name: Counter() for name in CONDITIONS}
+    with tempfile.TemporaryDirectory(prefix="ulfm-bugs-") as root:
+        for seed in range(args.first_seed, args.first_seed + args.jobs):
+            for number, name in enumerate(CONDITIONS):
+                counts = one_job(name, seed, Path(root) / f"{seed}-{number}")
+                totals[name] += counts
+                print(f"seed {seed:3d}  {name:30s} {dict(+counts)}", flush=True)
+    columns = ("jobs", "kills", "extra", "none_left", "hangs", "wrong_sums", "crashes")
+    print("| condition | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1))
+    for name, total in totals.items():
+        print(f"| {name} | " + " | ".join(str(total[c]) for c in columns) + " |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
