@@ -15,23 +15,7 @@ if __name__ == "__main__":
     from tests.jobs import driver_job
 
     session._own_torch_world = lambda *facts: None  # torch is not needed, and slow to import
-    if os.environ.get("BENCH_BLOCKING"):
-        start = driver_job.start
-
-        def start_blocking(argv):
-            session = start(argv)
-            from recover_megatron.collectives import ulfm
-
-            def reduce(self, comm, call, send, receive, op):
-                try:
-                    comm.Allreduce(send, receive, ulfm._OPS[op])
-                except ulfm.MPI.Exception as error:
-                    raise ulfm._lost(error, call) from None
-
-            ulfm.UlfmTransport._reduce = reduce
-            return session
-
-        driver_job.start = start_blocking
+    driver_job.STEPS = int(os.environ.get("BENCH_STEPS", driver_job.STEPS))
     try:
         driver_job.main()
     except BaseException as error:  # noqa: BLE001

@@ -107,9 +107,18 @@ def test_an_exception_in_one_rank_loses_its_replica_only(drive, monkeypatch, ste
     assert "ZeroDivisionError" in (record.directory / "log.r1.p1.txt").read_text()
 
 
-def test_nothing_is_left_behind(drive):
-    started = time.time()
+def test_nothing_is_left_behind(drive, tmp_path, monkeypatch):
+    """No process, no temporary file, no shared memory segment of the job's ranks."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    started, segments = time.time(), set(Path("/dev/shm").iterdir())
     record = drive(3, "1.0@3:sync.1")
+    assert list(temporary.iterdir()) == []
+    # Other jobs may run on this machine: what nobody has mapped is left behind.
+    mapped = "".join(_text(maps) for maps in Path("/proc").glob("[0-9]*/maps"))
+    new = set(Path("/dev/shm").iterdir()) - segments
+    assert [p for p in new if str(p) not in mapped and p.exists()] == []
     assert {e["event"] for e in record.finished} == {"finished"}
     for event in record.of("started"):
         assert event["time"] > started - 60
@@ -154,6 +163,13 @@ def test_the_doctor_finds_this_machine_fit(capsys):
     assert "survivor 0 went on" in output
     assert "survivor 2 went on" in output
     assert sys.executable
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _alive(pid: int) -> bool:

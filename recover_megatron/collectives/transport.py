@@ -11,6 +11,11 @@ from typing import Any, NoReturn, Protocol
 Array = Any  # numpy.ndarray
 
 
+# No message between two ranks of an all-reduce is larger, so that Open MPI sends it at once and
+# never by rendezvous, which can hang a survivor over TCP (docs/log.md); tools/launch.py tells mpirun.
+EAGER_BYTES = 4 << 20
+
+
 class Transport(Protocol):
     """One rank's access to the job. The training thread makes all calls but `failed` and `die`."""
 

@@ -23,7 +23,12 @@ mpi4py.rc.finalize = False  # hangs or aborts after failures; ranks leave by os.
 import numpy as np  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
-from recover_megatron.collectives.transport import Array, check_pair  # noqa: E402
+from recover_megatron.collectives.transport import (  # noqa: E402
+    EAGER_BYTES,
+    Array,
+    check_pair,
+)
+from recover_megatron.collectives.watchdog import Watchdog  # noqa: E402
 from recover_megatron.errors import ConfigError, ReplicaLost  # noqa: E402
 
 _FAILURE_CLASSES = frozenset(
@@ -55,6 +60,7 @@ class UlfmTransport:
         self._initial = self._watched.Get_group()
         ranks_here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
         self._crowded = ranks_here > len(os.sched_getaffinity(0))
+        self.watchdog: Watchdog | None = None
         self.before_death: Callable[[str], None] = lambda reason: None
 
     def all_reduce(self, send: Array, receive: Array, op: str) -> None:
@@ -65,8 +71,13 @@ class UlfmTransport:
 
     def _reduce(self, comm: MPI.Comm, call: str, send: Array, receive: Array, op: str) -> None:
         check_pair(send, receive)
+        # libnbc sends whole buffers in a small group, else a ring of parts.
+        parts = comm.Get_size() if comm.Get_size() >= 4 else 1
+        count = parts * max(1, EAGER_BYTES // send.itemsize)
         try:
-            self._wait(comm.Iallreduce(send, receive, _OPS[op]))
+            for first in range(0, send.size, count):
+                piece = slice(first, first + count)
+                self._wait(comm.Iallreduce(send[piece], receive[piece], _OPS[op]))
         except MPI.Exception as error:
             # A non-blocking collective that cannot post to a dead peer says MPI_ERR_OTHER.
             known = comm.Is_revoked() or comm.Get_failed().Get_size() > 0
@@ -88,7 +99,15 @@ class UlfmTransport:
         MPI's blocking calls spin. With more ranks than cores that starves whoever must run for a
         failure to be seen, mpirun and the watchers: for up to 19 s on Linux 6.18 (docs/log.md).
         """
-        while not request.Test():
+        watchdog = self.watchdog
+        while True:
+            if watchdog is not None:
+                watchdog.calls_mpi()
+            complete = request.Test()
+            if watchdog is not None:
+                watchdog.called_mpi()
+            if complete:
+                return
             if self._crowded:
                 time.sleep(_NAP_S)
 

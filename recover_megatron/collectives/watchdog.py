@@ -3,8 +3,8 @@
 It is a process and not a thread, so that it also ends a rank whose training thread holds Python's
 lock, or that is stopped as a whole (SIGSTOP). Peers see a hung rank as a dead replica then.
 
-The rank writes the moment until which the next sign of progress must come into a shared page; zero
-means that none is expected (it waits for peers or is done). This file is also the watchdog's
+The rank writes the moments until which the next signs of progress must come into a shared page, one
+for each thing that is watched; zero means that none is expected. This file is also the watchdog's
 program, run as `python -I -S watchdog.py FD PID TRACE`: standard library only.
 """
 
@@ -23,7 +23,17 @@ import time
 
 POLL_S = 0.2
 STACK_SIGNAL = signal.SIGUSR2  # faulthandler answers without Python's lock
-_FORMAT = "d"
+# What is watched, as it is named when it ends the rank. The second and third are what MPI's own
+# heartbeat asks of a rank (tools/launch.py): its peers take it for dead before it is ended here.
+# They also end a rank that hangs inside Open MPI (docs/log.md), for which mpirun would wait.
+_WATCHED = (
+    "no progress of its own",
+    "its watcher thread does not run: stuck in Open MPI, or Python's lock is held",
+    "its training thread is stuck in a call of Open MPI that does not wait",
+)
+_OWN, _WATCHER, _CALL = range(len(_WATCHED))
+_FORMAT = f"{len(_WATCHED)}d"
+MPI_LIMIT_S = 30.0
 
 
 class Watchdog:
@@ -31,7 +41,7 @@ class Watchdog:
 
     `hang_timeout_s` is the longest time between two signs of progress while computing. None: twenty
     times the longest that was seen, at least `floor_s`, and half an hour until the first iteration
-    has been computed (kernels are compiled in it). 0: no watchdog.
+    has been computed (kernels are compiled in it). 0: no limit.
 
     `stall_timeout_s` is the longest time from a commit to the next microbatch: optimizer, log,
     save, evaluation. None: twenty times the longest that was seen, at least half an hour. 0: no
@@ -55,9 +65,6 @@ class Watchdog:
         self._between = False
         self._longest = {False: 0.0, True: 0.0}  # by _between
         self._settled = False  # the first iteration has been computed
-        self._page: mmap.mmap | None = None
-        if hang_timeout_s == 0:
-            return
         fd = os.memfd_create("recover-watchdog")
         os.ftruncate(fd, mmap.PAGESIZE)
         self._page = mmap.mmap(fd, mmap.PAGESIZE)
@@ -95,49 +102,64 @@ class Watchdog:
         self._measure(time.monotonic())
         self._settled = self._settled or (self._last is not None and not self._between)
         self._last = None
-        self._write(0.0)
+        self._write(_OWN, 0.0)
+
+    def watcher_runs(self) -> None:
+        """By the watcher thread, each time that it has looked at MPI; again within MPI_LIMIT_S."""
+        self._write(_WATCHER, time.monotonic() + MPI_LIMIT_S)
+
+    def watcher_ends(self) -> None:
+        self._write(_WATCHER, 0.0)
+
+    def calls_mpi(self) -> None:
+        """By the training thread before a call that must return at once; `called_mpi` after it."""
+        self._write(_CALL, time.monotonic() + MPI_LIMIT_S)
+
+    def called_mpi(self) -> None:
+        self._write(_CALL, 0.0)
 
     def _enter(self, between: bool) -> None:
         now = time.monotonic()
         self._measure(now)
         self._last, self._between = now, between
         limit = self.timeout_s
-        self._write(now + limit if limit < math.inf else 0.0)
+        self._write(_OWN, now + limit if limit < math.inf else 0.0)
 
     def _measure(self, now: float) -> None:
         if self._last is not None:
             longest = self._longest[self._between]
             self._longest[self._between] = max(longest, now - self._last)
 
-    def _write(self, deadline: float) -> None:
-        if self._page is not None:
-            struct.pack_into(_FORMAT, self._page, 0, deadline)
+    def _write(self, what: int, deadline: float) -> None:
+        struct.pack_into("d", self._page, what * struct.calcsize("d"), deadline)
 
 
 def watch(fd: int, pid: int, trace_path: str) -> None:
     """The watchdog's own loop: until the rank is gone, or has been ended for want of progress."""
     page = mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
-    grace, woke = 0.0, time.monotonic()
+    known = struct.unpack_from(_FORMAT, page, 0)
+    grace, woke = [0.0] * len(_WATCHED), time.monotonic()
     while os.getppid() == pid:
         time.sleep(POLL_S)
         now = time.monotonic()
         # Time in which this process did not run, the rank may not have run either.
-        grace = grace + (now - woke - POLL_S) if now - woke > 2 * POLL_S else grace
+        missed = now - woke - POLL_S if now - woke > 2 * POLL_S else 0.0
         woke = now
-        (deadline,) = struct.unpack_from(_FORMAT, page, 0)
-        if not deadline or now < deadline:
-            grace = 0.0
-        elif now > deadline + grace:
-            _end(pid, trace_path)
-            return
+        deadlines = struct.unpack_from(_FORMAT, page, 0)
+        for what, deadline in enumerate(deadlines):
+            grace[what] = grace[what] + missed if deadline == known[what] else 0.0
+            if deadline and now > deadline + grace[what]:
+                _end(pid, trace_path, _WATCHED[what])
+                return
+        known = deadlines
 
 
-def _end(pid: int, trace_path: str) -> None:
+def _end(pid: int, trace_path: str, why: str) -> None:
     try:
         os.kill(pid, STACK_SIGNAL)  # its stack goes to its own log
         time.sleep(POLL_S)
         if trace_path:
-            reason = "no progress of its own: ended by its watchdog"
+            reason = f"{why}: ended by its watchdog"
             event = {"time": time.time(), "event": "died", "reason": reason}
             event |= dict(zip(("replica", "position"), _who(trace_path), strict=True))
             with open(trace_path, "a") as trace:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from recover_megatron.collectives.transport import Transport
+from recover_megatron.collectives.watchdog import Watchdog
 
 
 class Watcher:
@@ -16,6 +17,7 @@ class Watcher:
     * When a mate of this rank's replica has died, it ends this process: the rest of a replica has
       no use, and its peers must not wait for it. No NCCL or gloo time-out is waited for.
     * It calls `look` each time, and leaves if that gives a reason (hosts/rank.py).
+    * It tells the watchdog that it runs.
     """
 
     def __init__(
@@ -24,6 +26,7 @@ class Watcher:
         mates: frozenset[int],
         poll_s: float,
         on_failed: Callable[[list[int]], None],
+        watchdog: Watchdog | None = None,
         look: Callable[[], str | None] = lambda: None,
     ):
         self._transport = transport
@@ -31,6 +34,7 @@ class Watcher:
         self._poll_s = poll_s
         self._on_failed = on_failed
         self._look = look
+        self._watchdog = watchdog
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recover-watcher", daemon=True)
 
@@ -46,6 +50,8 @@ class Watcher:
         known: frozenset[int] = frozenset()
         while not self._stop.wait(self._poll_s):
             failed = self._transport.failed()
+            if self._watchdog is not None:
+                self._watchdog.watcher_runs()
             if failed != known:
                 self._on_failed(sorted(failed - known))
                 known = failed
@@ -54,3 +60,5 @@ class Watcher:
                 self._transport.die(f"rank {mate} of its replica has died")
             if reason := self._look():
                 self._transport.die(reason)
+        if self._watchdog is not None:
+            self._watchdog.watcher_ends()

@@ -20,6 +20,7 @@ from types import FrameType
 
 from recover_megatron.adapters.megatron.arguments import Job, read_job, wants_recovery
 from recover_megatron.adapters.megatron.session import STOP_SIGNAL
+from recover_megatron.collectives.transport import EAGER_BYTES
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools.launch_hosts import (
     REMOTE_SHELL,
@@ -38,6 +39,7 @@ MPI_SETTINGS = (
     ("btl", "tcp,self,sm"),
     ("coll", "^han"),
     ("mpi_yield_when_idle", "1"),
+    ("btl_tcp_eager_limit", str(EAGER_BYTES + 4096)),  # and room for the header
     # All peers' addresses are asked for at the start. MPI asks at first contact by default, which
     # may be when it spreads the news of a lost host; the answer would have to come from there, and
     # the rank hangs for ever (docs/log.md).

@@ -114,6 +114,7 @@ def start(argv: Sequence[str]) -> Session:
     from recover_megatron.collectives.ulfm import UlfmTransport  # starts MPI
 
     transport = UlfmTransport()
+    transport.watchdog = watchdog
     transport.before_death = lambda reason: trace.emit("died", reason=reason)
     mates = frozenset(layout.ranks_of(replica_id)) - {rank}
     seen_dead: list[int] = []  # in the order in which this rank saw them
@@ -123,7 +124,7 @@ def start(argv: Sequence[str]) -> Session:
         trace.emit("peer_failed", ranks=ranks)
 
     look = on_host.look if on_host else lambda: None
-    watcher = Watcher(transport, mates, config.poll_s, note_dead, look)
+    watcher = Watcher(transport, mates, config.poll_s, note_dead, watchdog, look)
     watcher.start()
     console = Console(folder, replica_id, position) if folder else None
     store = _own_torch_world(transport, layout, replica_id, position)
