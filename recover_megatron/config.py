@@ -67,9 +67,11 @@ class RecoveryConfig:
     settle_s: float = 0.1
     settle_limit_s: float = 10.0
     # How often, and how many times, survivors that are no majority look for proof that the others
-    # are dead before they give up. Counted, not timed, so that all come to the same end.
+    # are dead before they give up. Counted, not timed, so that all come to the same end. Longer
+    # than it takes until a rank that hangs inside MPI is ended (watchdog.MPI_LIMIT_S) after its
+    # peers have taken it for dead (tools/launch.py, mpi_ft_detector_timeout).
     proof_poll_s: float = 0.25
-    proof_polls: int = 40
+    proof_polls: int = 80
     # The least that a measured hang time-out can be.
     hang_floor_s: float = 60.0
     # How often the watcher makes MPI progress and looks for failures.

@@ -221,6 +221,14 @@ def test_a_job_in_which_nobody_reached_the_end_is_a_failure(tmp_path: Path, caps
     assert launch._exit_code(0, tmp_path / "exit_code") == 3
 
 
+def test_nan_in_several_replicas_at_once_is_said_to_be_no_hardware_fault(tmp_path: Path, capsys):
+    for replica in (0, 1):
+        reason = "RuntimeError: Rank 0: found NaN in local grad norm"
+        Trace(str(tmp_path), replica, 0).emit("died", reason=reason)
+    assert launch._exit_code(0, tmp_path / "exit_code") == 1
+    assert "2 replicas found NaN at once, so the data or the model" in capsys.readouterr().err
+
+
 def test_hosts_are_read_and_replicas_placed_whole():
     hosts = parse_hosts("a,b,c", 5, 4)
     assert hosts == (Host("a", 8), Host("b", 8), Host("c", 8))
