@@ -283,6 +283,7 @@ class Hooks:
         """Every loss is scaled by the constant B, whatever number this replica computes."""
         session = self._session
         if self._microbatches is None:
+            session.watchdog.between()  # an evaluation goes on
             session.injector.enter("evaluate")
             return stock(*args, **more)
         session.watchdog.beat()
