@@ -28,8 +28,10 @@ def missing() -> str | None:
     for tool in ("ip", "tc", "nsenter", "unshare", "taskset", "ssh", "ssh-keygen", SSHD):
         if shutil.which(tool) is None:
             return f"a rig of hosts needs {tool} (Debian: iproute2, util-linux, openssh-server)"
-    tried = subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True)
-    return None if tried.returncode == 0 else "namespaces are not allowed here"
+    bridge = "ip link add rigtry type bridge"  # in a network namespace of its own
+    separate = ["unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork"]
+    tried = subprocess.run([*separate, *bridge.split()], capture_output=True)
+    return None if tried.returncode == 0 else "namespaces or bridges are not allowed here"
 
 
 class Rig:
