@@ -22,7 +22,6 @@ from recover_megatron.tools.launch import mpirun_command
 from recover_megatron.tools.rehearsal import run_job
 from recover_megatron.tools.run_record import RunRecord
 
-ROOT = Path(__file__).resolve().parent.parent
 REPLICAS, KILLS, HANGS_AFTER_S = 8, 4, 120.0
 TCP = ("btl", "tcp,self")
 DEFAULT_EAGER = ("btl_tcp_eager_limit", "65536")
@@ -71,8 +70,6 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", help="parts of the conditions' names")
     args = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
-    os.environ["PYTHONPATH"] = str(ROOT)
     chosen = [n for n in CONDITIONS if not args.only or any(part in n for part in args.only)]
     totals: dict[str, Counter[str]] = {name: Counter() for name in chosen}
     with tempfile.TemporaryDirectory(prefix="ulfm-bugs-") as root:

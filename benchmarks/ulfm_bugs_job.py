@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from recover_megatron.collectives.guard import GuardedCommunicator
 
@@ -12,6 +13,8 @@ if os.environ.get("BENCH_NO_SETTLE"):
 
 if __name__ == "__main__":
     from recover_megatron.adapters.megatron import bootstrap, session
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from tests.jobs import driver_job
 
     session._own_torch_world = lambda *facts: None  # torch is not needed, and slow to import
