@@ -22,6 +22,7 @@ import sys
 import time
 
 POLL_S = 0.2
+STACK_LIMIT_S = 3.0
 STACK_SIGNAL = signal.SIGUSR2  # faulthandler answers without Python's lock
 # What is watched, as it is named when it ends the rank. The second and third are what MPI's own
 # heartbeat asks of a rank (tools/launch.py): its peers take it for dead before it is ended here.
@@ -156,8 +157,7 @@ def watch(fd: int, pid: int, trace_path: str) -> None:
 
 def _end(pid: int, trace_path: str, why: str) -> None:
     try:
-        os.kill(pid, STACK_SIGNAL)  # its stack goes to its own log
-        time.sleep(POLL_S)
+        _ask_for_stack(pid, trace_path)
         if trace_path:
             reason = f"{why}: ended by its watchdog"
             event = {"time": time.time(), "event": "died", "reason": reason}
@@ -167,6 +167,22 @@ def _end(pid: int, trace_path: str, why: str) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+def _ask_for_stack(pid: int, trace_path: str) -> None:
+    """The rank's stack goes to its own log; a stopped rank writes none, and is not waited for
+    long."""
+    folder, name = os.path.split(trace_path)
+    log = os.path.join(folder, name.replace("trace.", "log.").replace(".jsonl", ".txt"))
+    before, limit = _size(log), time.monotonic() + STACK_LIMIT_S
+    os.kill(pid, STACK_SIGNAL)
+    time.sleep(POLL_S)
+    while trace_path and _size(log) == before and time.monotonic() < limit:
+        time.sleep(POLL_S)
+
+
+def _size(path: str) -> int:
+    return os.stat(path).st_size if os.path.exists(path) else 0
 
 
 def _who(trace_path: str) -> tuple[int, int]:
