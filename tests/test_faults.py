@@ -107,7 +107,7 @@ def test_the_injector_fires_at_its_point_only(monkeypatch):
 
 def test_a_sync_fault_past_the_last_bucket_means_the_last_one(monkeypatch):
     armed = []
-    monkeypatch.setattr(Injector, "_arm", lambda self, fault, index: armed.append(index))
+    monkeypatch.setattr(Injector, "_arm", lambda self, fault, phase, index: armed.append(index))
     injector = Injector(parse_faults("1.0@1:sync.9", LAYOUT), lambda *a, **k: None)
     injector.begin(1)
     injector.expect("sync", 3)
