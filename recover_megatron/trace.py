@@ -41,6 +41,13 @@ def trace_path(directory: str | Path, replica_id: int, position: int) -> Path:
     return Path(directory) / f"trace.r{replica_id}.p{position}.jsonl"
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """So that nobody ever reads half of it."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def read_traces(directory: str | Path) -> Iterator[dict[str, Any]]:
     """All events of a run, file by file; a last line cut short by a kill is skipped."""
     for path in sorted(Path(directory).glob("trace.r*.p*.jsonl")):

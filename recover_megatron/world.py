@@ -34,6 +34,10 @@ class ReplicaLayout:
         first = replica_id * self.ranks_per_replica
         return range(first, first + self.ranks_per_replica)
 
+    def ranks_in(self, replicas: Iterable[int]) -> set[int]:
+        """All ranks of these replicas."""
+        return {rank for replica in replicas for rank in self.ranks_of(replica)}
+
     def whole_replicas(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """The replicas, ascending, all of whose ranks are among `ranks`."""
         count = Counter(self.replica_of(rank) for rank in ranks)

@@ -77,7 +77,7 @@ class GuardedCommunicator:
         ends, so rounds are bounded. Raises Unrecoverable past that bound.
         """
         transport = self._transport
-        before = {rank for r in world.replicas for rank in self._layout.ranks_of(r)}
+        before = self._layout.ranks_in(world.replicas)
         for _ in range(self._layout.ranks + 1):
             transport.revoke()
             self._settle()

@@ -18,6 +18,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from recover_megatron.trace import write_atomically
+
 FOLDER = "RECOVER_HOST_FOLDER"  # environment variables that the witness sets for its ranks
 HOST = "RECOVER_HOST_NAME"
 WITNESS_PID = "RECOVER_WITNESS_PID"
@@ -41,9 +43,7 @@ class HostFolder:
     def write(self, name: str, text: str = "") -> None:
         path = self.path / name
         path.parent.mkdir(exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(text)
-        partial.replace(path)
+        write_atomically(path, text)
 
     def has(self, name: str) -> bool:
         return (self.path / name).exists()

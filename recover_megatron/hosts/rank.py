@@ -41,7 +41,7 @@ class RankOnHost:
         silent = self.folder.lines("silent")
         if silent - self._cut:
             if not self.has_quorum_without(silent):
-                self.folder.write("no_quorum")
+                self.had_no_quorum()
                 names = ", ".join(sorted(silent))
                 return (
                     f"no sign of life from {names}, and the ranks that are left are no majority: "

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from recover_megatron.workload.assignment import Assignment
@@ -29,7 +29,7 @@ class ExactPolicy:
     def reassign(self, assignment: Assignment, world: World) -> Assignment:
         """The same iteration after the world shrank: the lost ids appended to survivors' shares."""
         shares = {replica: list(assignment.share(replica)) for replica in world.replicas}
-        _spread(_lost(assignment, world), shares, lambda r: len(shares[r]))
+        _spread(_lost(assignment, world), shares)
         return Assignment.of(shares)
 
 
@@ -67,7 +67,7 @@ class VersatilePolicy:
             del owed[: fitting[-1] if fitting else 0], parts[: len(fitting)]
         # Not to replicas that withhold: what a stream gives is committed in its order, or later.
         anew: dict[int, list[int]] = {r: [] for r in shares if not withheld[r]}
-        _spread(owed, anew, lambda r: len(anew[r]))
+        _spread(owed, anew)
         return Assignment.of({r: shares[r] + anew.get(r, []) for r in shares}, withheld)
 
 
@@ -106,7 +106,7 @@ def _lost(assignment: Assignment, world: World) -> list[int]:
     return sorted(i for r, ids in assignment.shares if r not in world.replicas for i in ids)
 
 
-def _spread(ids: Sequence[int], shares: dict[int, list[int]], load: Callable[[int], int]) -> None:
-    """Each id to the replica with the least load, lowest replica first."""
+def _spread(ids: Sequence[int], shares: dict[int, list[int]]) -> None:
+    """Each id to the replica with the fewest, lowest replica first."""
     for microbatch in ids:
-        shares[min(shares, key=lambda r: (load(r), r))].append(microbatch)
+        shares[min(shares, key=lambda r: (len(shares[r]), r))].append(microbatch)

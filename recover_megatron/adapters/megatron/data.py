@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from recover_megatron.errors import InvariantViolation
+from recover_megatron.trace import write_atomically
 from recover_megatron.workload.assignment import Assignment
 from recover_megatron.workload.samples import Streams, parse_streams, sample_ids
 
@@ -108,9 +108,7 @@ def save_streams(checkpoints: str, iteration: int, streams: Streams) -> None:
     """One rank of the replica that saves calls it, before the checkpoint itself is written."""
     path = _streams_path(checkpoints, iteration)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(f"{streams}\n")
-    partial.replace(path)
+    write_atomically(path, f"{streams}\n")
 
 
 def load_streams(checkpoints: str | None, iteration: int, microbatches: int, n: int) -> Streams:

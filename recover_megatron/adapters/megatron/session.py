@@ -25,7 +25,7 @@ from recover_megatron.faults import parse_faults
 from recover_megatron.hosts.rank import RankOnHost
 from recover_megatron.inject import Injector
 from recover_megatron.recovery.driver import Driver
-from recover_megatron.trace import Trace, trace_path
+from recover_megatron.trace import Trace, trace_path, write_atomically
 from recover_megatron.workload.policy import make_policy
 from recover_megatron.world import ReplicaLayout, World
 
@@ -161,11 +161,7 @@ def start(argv: Sequence[str]) -> Session:
 
 
 def write_exit_code(directory: str, code: int) -> None:
-    """Atomically, so that the launcher never reads half of it."""
-    path = Path(directory) / "exit_code"
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(f"{code}\n")
-    partial.replace(path)
+    write_atomically(Path(directory) / "exit_code", f"{code}\n")
 
 
 def _check_mpirun() -> None:
@@ -191,16 +187,13 @@ def _judge_hosts(
     """What this host's part in the job needs to know of the world: who may go on without whom, and
     which hosts have no live rank any more."""
 
-    def ranks(world: World) -> set[int]:
-        return {rank for r in world.replicas for rank in layout.ranks_of(r)}
-
     def has_quorum_without(hosts: frozenset[str]) -> bool:
-        before, dead = ranks(driver.world), evidence()
+        before, dead = layout.ranks_in(driver.world.replicas), evidence()
         left = {rank for rank in before - dead if places[rank].host not in hosts}
         return has_quorum(before, left, dead)
 
     def changed(world: World) -> None:
-        live = {places[rank].host for rank in ranks(world)}
+        live = {places[rank].host for rank in layout.ranks_in(world.replicas)}
         on_host.fence({place.host for place in places} - live)
 
     on_host.has_quorum_without = has_quorum_without
