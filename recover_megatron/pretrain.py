@@ -35,8 +35,10 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
     get_num_microbatches,
     init_num_microbatches_calculator,
+    update_num_microbatches,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -45,117 +47,14 @@ from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_
 from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from megatron.core.utils import get_model_config, unwrap_model
 from torch.utils.data import default_collate
 
+from recover_megatron.pretrain_arguments import parse_args
 from recover_megatron.workload.samples import sample_ids
 
-TRACKER = "latest_checkpointed_iteration.txt"
-
-
-# --- arguments -----------------------------------------------------------------------------------
-
-
-def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Megatron's names and defaults, as far as this script honours them."""
-    add = parser.add_argument
-    for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length"):
-        add(f"--{name}", type=int, required=True)
-    add("--max-position-embeddings", type=int, required=True)
-    add("--ffn-hidden-size", type=int)
-    add("--group-query-attention", action="store_true")
-    add("--num-query-groups", type=int, default=1)
-    add("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
-    add("--norm-epsilon", type=float, default=1e-5)
-    add("--swiglu", action="store_true")
-    add("--position-embedding-type", choices=("learned_absolute", "rope"), default="rope")
-    add("--rotary-base", type=int, default=10000)
-    add("--untie-embeddings-and-output-weights", action="store_true")
-    add("--disable-bias-linear", action="store_false", dest="add_bias_linear")
-    add("--attention-dropout", type=float, default=0.1)
-    add("--hidden-dropout", type=float, default=0.1)
-    add("--init-method-std", type=float, default=0.02)
-    add("--transformer-impl", choices=("local",), default="local")
-    add("--bf16", action="store_true")
-    for name in ("tensor-model", "pipeline-model", "context"):
-        add(f"--{name}-parallel-size", type=int, default=1)
-    add("--use-distributed-optimizer", action="store_true")
-    add("--overlap-grad-reduce", action="store_true")
-    add("--calculate-per-token-loss", action="store_true")
-    add("--distributed-backend", choices=("nccl", "gloo"), default="nccl")
-    add("--distributed-timeout-minutes", type=int, default=10)
-    add("--micro-batch-size", type=int, required=True)
-    add("--global-batch-size", type=int, required=True)
-    add("--train-iters", type=int, required=True)
-    add("--lr", type=float, required=True)
-    add("--min-lr", type=float, default=0.0)
-    add("--lr-decay-style", choices=("constant", "linear", "cosine"), default="linear")
-    add("--lr-decay-iters", type=int)
-    add("--lr-warmup-iters", type=int, default=0)
-    add("--weight-decay", type=float, default=0.01)
-    add("--clip-grad", type=float, default=1.0)
-    add("--adam-beta1", type=float, default=0.9)
-    add("--adam-beta2", type=float, default=0.999)
-    add("--adam-eps", type=float, default=1e-8)
-    add("--seed", type=int, default=1234)
-    add("--data-path", nargs="*", required=True)
-    add("--data-cache-path")
-    add("--split", default="969,30,1")
-    add("--tokenizer-type", choices=("NullTokenizer",), default="NullTokenizer")
-    add("--vocab-size", type=int, required=True)
-    add("--make-vocab-size-divisible-by", type=int, default=128)
-    add("--log-interval", type=int, default=1)
-    add("--eval-interval", type=int, default=1000)
-    add("--eval-iters", type=int, default=0)
-    add("--save")
-    add("--save-interval", type=int)
-    add("--load")
-    add("--num-workers", type=int, choices=(0,), default=0)
-    # megatron-core without transformer-engine or apex never fuses; accepted for the same command.
-    for name in (
-        "gradient-accumulation-fusion",
-        "masked-softmax-fusion",
-        "persist-layer-norm",
-        "rope-fusion",
-        "bias-swiglu-fusion",
-        "bias-dropout-fusion",
-    ):
-        add(f"--no-{name}", action="store_true")
-    return parser
-
-
-def validate_args(args: argparse.Namespace) -> None:
-    """Fills in what depends on other values; exits with one sentence where they do not fit."""
-    model_parallel = (
-        args.tensor_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * args.context_parallel_size
-    )
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size % model_parallel:
-        raise SystemExit(
-            f"pretrain.py: {world_size} ranks are not a multiple of tensor x pipeline x context "
-            f"parallel = {model_parallel}"
-        )
-    args.data_parallel_size = world_size // model_parallel
-    if args.num_layers % args.pipeline_model_parallel_size:
-        raise SystemExit(
-            f"pretrain.py: --num-layers {args.num_layers} does not divide over "
-            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}"
-        )
-    if args.ffn_hidden_size is None:
-        args.ffn_hidden_size = 4 * args.hidden_size
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    args.padded_vocab_size = -(-(args.vocab_size + 1) // multiple) * multiple  # 1: end of document
-    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
-    args.iteration = args.consumed_train_samples = 0
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    args = add_megatron_arguments(parser).parse_args()
-    validate_args(args)
-    return args
+_STARTED = time.monotonic()
 
 
 # --- set-up --------------------------------------------------------------------------------------
@@ -171,7 +70,9 @@ def initialize(args: argparse.Namespace) -> None:
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
     )
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
@@ -180,11 +81,36 @@ def initialize(args: argparse.Namespace) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     init_num_microbatches_calculator(
         torch.distributed.get_rank(),
-        None,
+        args.rampup_batch_size,
         args.global_batch_size,
         args.micro_batch_size,
         args.data_parallel_size,
     )
+    if args.train_iters is None:
+        args.train_iters = _iterations(args)
+    _set_tensorboard_writer(args)
+
+
+def _iterations(args: argparse.Namespace) -> int:
+    """How many iterations `--train-samples` are; a last part of a batch is left out."""
+    iterations = consumed = 0
+    while consumed + get_current_global_batch_size() <= args.train_samples:
+        consumed += get_current_global_batch_size()
+        iterations += 1
+        update_num_microbatches(consumed, consistency_check=False)
+    update_num_microbatches(0, consistency_check=False)
+    return iterations
+
+
+_GLOBAL_TENSORBOARD_WRITER: Any = None
+
+
+def _set_tensorboard_writer(args: argparse.Namespace) -> None:
+    global _GLOBAL_TENSORBOARD_WRITER
+    if args.tensorboard_dir and args.rank == args.world_size - 1:
+        from torch.utils.tensorboard import SummaryWriter
+
+        _GLOBAL_TENSORBOARD_WRITER = SummaryWriter(log_dir=args.tensorboard_dir)
 
 
 def _config_from(kind: type, args: argparse.Namespace, **values: Any) -> Any:
@@ -194,12 +120,27 @@ def _config_from(kind: type, args: argparse.Namespace, **values: Any) -> Any:
 
 
 def build_model(args: argparse.Namespace) -> list[Any]:
+    """One chunk per virtual pipeline stage."""
+    if args.virtual_pipeline_model_parallel_size is None:
+        return [_build_chunk(args, None)]
+    return [_build_chunk(args, stage) for stage in range(args.virtual_pipeline_model_parallel_size)]
+
+
+def _edges(stage: int | None) -> tuple[bool, bool]:
+    """Whether this model chunk is the first, and the last, of the whole pipeline."""
+    where = {"ignore_virtual": False, "vp_stage": stage}
+    first = parallel_state.is_pipeline_first_stage(**where)
+    return first, parallel_state.is_pipeline_last_stage(**where)
+
+
+def _build_chunk(args: argparse.Namespace, stage: int | None) -> Any:
     activation = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     config = _config_from(
         TransformerConfig,
         args,
         layernorm_epsilon=args.norm_epsilon,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        num_moe_experts=args.num_experts,
         pipeline_dtype=args.params_dtype,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -208,15 +149,21 @@ def build_model(args: argparse.Namespace) -> list[Any]:
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         deallocate_pipeline_outputs=True,
+        # Two stages would otherwise mix up what they send each other in both directions.
+        overlap_p2p_comm=stage is not None,
+        batch_p2p_comm=stage is None,
         **(activation if args.swiglu else {}),
     )
+    first, last = _edges(stage)
+    layer = get_gpt_layer_local_spec(args.num_experts, normalization=args.normalization)
     model: Any = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+        transformer_layer_spec=layer,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=first,
+        post_process=last,
+        vp_stage=stage,
         parallel_output=True,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
@@ -225,26 +172,31 @@ def build_model(args: argparse.Namespace) -> list[Any]:
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     model.cuda(torch.cuda.current_device())
-    if args.bf16:
+    if args.bf16 or args.fp16:
         model = Float16Module(config, model)
+    in_float32 = not args.fp16 and not args.grad_reduce_in_bf16
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=in_float32 or args.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=args.overlap_grad_reduce,
         use_distributed_optimizer=args.use_distributed_optimizer,
-        check_for_nan_in_grad=True,
+        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
     )
-    return [DistributedDataParallel(config, ddp_config, model)]
+    chunk: Any = DistributedDataParallel(config, ddp_config, model, disable_bucketing=bool(stage))
+    chunk.vp_stage = stage
+    return chunk
 
 
 def build_optimizer(args: argparse.Namespace, model: list[Any]) -> tuple[Any, Any]:
     optimizer = get_megatron_optimizer(_config_from(OptimizerConfig, args), model)
     decay_steps = (args.lr_decay_iters or args.train_iters) * args.global_batch_size
+    if args.train_samples is not None:
+        decay_steps = args.lr_decay_samples or args.train_samples
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=args.lr_warmup_iters * args.global_batch_size,
+        lr_warmup_steps=args.lr_warmup_samples or args.lr_warmup_iters * args.global_batch_size,
         lr_decay_steps=decay_steps,
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
@@ -258,9 +210,8 @@ def build_optimizer(args: argparse.Namespace, model: list[Any]) -> tuple[Any, An
 # --- data ----------------------------------------------------------------------------------------
 
 
-def _reads_data() -> bool:
-    on_edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
-    return on_edge and parallel_state.get_tensor_model_parallel_rank() == 0
+def _reads_data(stage: int | None) -> bool:
+    return any(_edges(stage)) and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Iterator[Any] | None:
@@ -286,8 +237,9 @@ def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Iterat
     return microbatches()
 
 
-def build_train_valid_test_data_loaders(args: argparse.Namespace) -> Iterator[Any] | None:
-    """The training data only. Rank 0 builds the index files; the others then read them."""
+def build_train_valid_test_data_loaders(args: argparse.Namespace, stage: int | None) -> list[Any]:
+    """Training and validation data for one model chunk, None where it reads none. Rank 0 builds the
+    index files; the others then read them."""
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -299,9 +251,18 @@ def build_train_valid_test_data_loaders(args: argparse.Namespace) -> Iterator[An
         reset_attention_mask=False,
         eod_mask_loss=False,
     )
-    samples = [args.train_iters * args.global_batch_size, 0, 0]
-    datasets = BlendedMegatronDatasetBuilder(GPTDataset, samples, _reads_data, config).build()
-    return build_pretraining_data_loader(datasets[0], args.consumed_train_samples)
+    evaluations = args.train_iters // args.eval_interval * args.eval_iters
+    samples = [
+        args.train_samples or args.train_iters * args.global_batch_size,
+        evaluations * args.global_batch_size,
+        0,
+    ]
+    reads = partial(_reads_data, stage)
+    datasets = BlendedMegatronDatasetBuilder(GPTDataset, samples, reads, config).build()
+    return [
+        build_pretraining_data_loader(datasets[0], args.consumed_train_samples),
+        build_pretraining_data_loader(datasets[1], args.consumed_valid_samples),
+    ]
 
 
 def _batch_on_this_tp_rank(data_iterator: Iterator[Any] | None) -> dict[str, torch.Tensor]:
@@ -337,8 +298,7 @@ def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
-    edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
-    if not edge:
+    if not any(_edges(model.vp_stage)):
         return model(None, None, None, labels=None), None
     batch = _batch_on_this_tp_rank(data_iterator)
     output = model(
@@ -354,8 +314,16 @@ def _sharded_state(
     model: list[Any], optimizer: Any, scheduler: Any, is_loading: bool = False
 ) -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    metadata = {"dp_cp_group": group}
-    state = {"model": unwrap_model(model[0]).sharded_state_dict(metadata=metadata)}
+    metadata = {
+        "dp_cp_group": group,
+        "distrib_optim_sharding_type": "dp_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    state = {
+        name: unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+        for name, chunk in _named(model)
+    }
     state["optimizer"] = optimizer.sharded_state_dict(
         state, is_loading=is_loading, metadata=metadata
     )
@@ -363,10 +331,21 @@ def _sharded_state(
     return state
 
 
+def _named(model: list[Any]) -> list[tuple[str, Any]]:
+    """Megatron's keys of the model chunks in a checkpoint."""
+    if len(model) == 1:
+        return [("model", model[0])]
+    return [(f"model{k}", chunk) for k, chunk in enumerate(model)]
+
+
+def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
+    return os.path.join(checkpoints_path, "latest_checkpointed_iteration.txt")
+
+
 def save_checkpoint(
     iteration: int, model: list[Any], optimizer: Any, opt_param_scheduler: Any
 ) -> None:
-    """torch_dist format under `--save`; the tracker file last and atomically."""
+    """torch_dist format under `--save`; the tracker file last."""
     root = Path(_ARGS.save)
     folder = root / f"iter_{iteration:07d}"
     if torch.distributed.get_rank() == 0:
@@ -375,11 +354,10 @@ def save_checkpoint(
     state = _sharded_state(model, optimizer, opt_param_scheduler)
     state["iteration"] = iteration
     state["consumed_train_samples"] = _ARGS.consumed_train_samples
+    state["consumed_valid_samples"] = _ARGS.consumed_valid_samples
     dist_checkpointing.save(state, str(folder))
     if torch.distributed.get_rank() == 0:
-        partial_file = root / (TRACKER + ".partial")
-        partial_file.write_text(str(iteration))
-        partial_file.replace(root / TRACKER)
+        Path(get_checkpoint_tracker_filename(_ARGS.save)).write_text(str(iteration))
         print(f"  saved checkpoint of iteration {iteration} to {root}", flush=True)
 
 
@@ -400,19 +378,22 @@ def load_checkpoint(
     args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: Any
 ) -> None:
     """From `--load`, if it holds a checkpoint; any number of replicas may have saved it."""
-    tracker = Path(args.load) / TRACKER
+    tracker = Path(get_checkpoint_tracker_filename(args.load))
     if not tracker.is_file():
         print(f"pretrain.py: no checkpoint in {args.load}; starting from scratch", flush=True)
         return
     folder = Path(args.load) / f"iter_{int(tracker.read_text()):07d}"
     wanted = _sharded_state(model, optimizer, scheduler, is_loading=True)
     loaded = dist_checkpointing.load(wanted, str(folder))
-    unwrap_model(model[0]).load_state_dict(loaded["model"])
+    for name, chunk in _named(model):
+        unwrap_model(chunk).load_state_dict(loaded[name])
     optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
     common = dist_checkpointing.load_common_state_dict(str(folder))
     args.iteration = common["iteration"]
     args.consumed_train_samples = common["consumed_train_samples"]
+    args.consumed_valid_samples = common.get("consumed_valid_samples", 0)
+    update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
 
 def checkpoint_and_decide_exit(
@@ -424,11 +405,21 @@ def checkpoint_and_decide_exit(
     checkpointing_context: Any,
     train_data_iterator: Any,
 ) -> bool:
-    """After every iteration: a save that is due. Never asks to exit."""
+    """After every iteration: a save that is due, and whether the time for an exit has come."""
     args = _ARGS
-    if args.save and args.save_interval and iteration % args.save_interval == 0:
+    leaving = bool(args.exit_interval) and iteration % args.exit_interval == 0
+    if args.exit_duration_in_mins:
+        minutes = (time.monotonic() - _STARTED) / 60
+        late = torch.tensor([minutes > args.exit_duration_in_mins], dtype=torch.int32)
+        late = late.to(torch.cuda.current_device())
+        torch.distributed.all_reduce(late, op=torch.distributed.ReduceOp.MAX)
+        leaving = leaving or bool(late.item())
+    due = bool(args.save_interval) and iteration % args.save_interval == 0
+    if args.save and (due or leaving):
         save_checkpoint(iteration, model, optimizer, opt_param_scheduler)
-    return False
+    if leaving and torch.distributed.get_rank() == 0:
+        print(f"exiting program at iteration {iteration}", flush=True)
+    return leaving
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -457,15 +448,50 @@ def train_step(
     )
     successful, grad_norm, _ = optimizer.step()
     if successful:
-        scheduler.step(increment=args.global_batch_size)
-    reduced: dict[str, float] = {}
-    if parallel_state.is_pipeline_last_stage():
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        for key in losses[0]:
-            total = torch.vstack([loss[key].view(-1) for loss in losses]).sum(dim=0)
-            torch.distributed.all_reduce(total, group=group)
-            reduced[key] = (total[0] / total[1]).item()
-    return reduced, None if grad_norm is None else float(grad_norm)
+        scheduler.step(increment=get_current_global_batch_size())
+    totals = {key: (total[0] / total[1]).item() for key, total in _reduced(losses).items()}
+    return totals, None if grad_norm is None else float(grad_norm)
+
+
+def _reduced(losses: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """[sum, tokens] by loss over all data-parallel ranks; empty but on the last pipeline stage."""
+    if not parallel_state.is_pipeline_last_stage():
+        return {}
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    totals = {}
+    for key in losses[0]:
+        totals[key] = torch.vstack([loss[key].view(-1) for loss in losses]).sum(dim=0)
+        torch.distributed.all_reduce(totals[key], group=group)
+    return totals
+
+
+def evaluate_and_print_results(
+    args: argparse.Namespace, schedule: Any, data_iterator: Any, model: list[Any], iteration: int
+) -> None:
+    for chunk in model:
+        chunk.eval()
+    totals: dict[str, torch.Tensor] = {}
+    batch = args.micro_batch_size * args.data_parallel_size
+    with torch.no_grad():
+        for _ in range(args.eval_iters):
+            losses = schedule(
+                forward_step_func=forward_step,
+                data_iterator=data_iterator,
+                model=model,
+                num_microbatches=args.global_batch_size // batch,
+                seq_length=args.seq_length,
+                micro_batch_size=args.micro_batch_size,
+                forward_only=True,
+            )
+            for key, total in _reduced(losses).items():
+                totals[key] = total + totals.get(key, torch.zeros_like(total))
+            args.consumed_valid_samples += args.global_batch_size
+    for chunk in model:
+        chunk.train()
+    line = f" validation loss at iteration {iteration} | "
+    for key, total in totals.items():
+        line += f"{key} value: {(total[0] / total[1]).item():.6E} | "
+    print_rank_last(line)
 
 
 def training_log(
@@ -475,44 +501,69 @@ def training_log(
     losses: dict[str, float],
     grad_norm: float | None,
     learning_rate: float,
+    batch_size: int,
 ) -> None:
-    """Megatron's line, from its last rank."""
-    if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
-        return
+    """Megatron's line, from its last rank, and TensorBoard's scalars."""
+    totals: dict[str, torch.Tensor] = {}
+    if args.num_experts is not None:
+        scale = 1 / get_num_microbatches()
+        kinds = {"num_layers": args.num_layers, "force_initialize": True}
+        if "aux_loss" in args.moe_router_load_balancing_type:
+            kinds["track_names"] = ["load_balancing_loss"]
+        track_moe_metrics(scale, iteration, total_loss_dict=totals, **kinds)
+    losses = losses | {key: float(value) for key, value in totals.items()}
+    if _GLOBAL_TENSORBOARD_WRITER is not None:
+        for key, value in losses.items():
+            _GLOBAL_TENSORBOARD_WRITER.add_scalar(key, value, iteration)
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {iteration:8d}/{args.train_iters:8d}",
         f" consumed samples: {args.consumed_train_samples:12d}",
         f" elapsed time per iteration (ms): {seconds * 1000:.1f}",
         f" learning rate: {learning_rate:.6E}",
-        f" global batch size: {args.global_batch_size:5d}",
+        f" global batch size: {batch_size:5d}",
         *(f" {key}: {value:.6E}" for key, value in losses.items()),
     ]
     if grad_norm is not None:
         parts.append(f" grad norm: {grad_norm:.3f}")
-    print(" |".join(parts) + " |", flush=True)
+    print_rank_last(" |".join(parts) + " |")
+
+
+def print_rank_last(message: str) -> None:
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        print(message, flush=True)
 
 
 def train(
-    args: argparse.Namespace, data_iterator: Any, model: list[Any], optimizer: Any, scheduler: Any
+    args: argparse.Namespace,
+    data_iterator: Any,
+    valid_iterator: Any,
+    model: list[Any],
+    optimizer: Any,
+    scheduler: Any,
 ) -> None:
     config = get_model_config(model[0])
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if args.overlap_grad_reduce:
-        config.no_sync_func = model[0].no_sync
+        no_sync = [chunk.no_sync for chunk in model]
+        config.no_sync_func = no_sync[0] if len(model) == 1 else no_sync
     for chunk in model:
         chunk.train()
     schedule = get_forward_backward_func()
     while args.iteration < args.train_iters:
         started = time.perf_counter()
         args.curr_iteration = args.iteration
+        update_num_microbatches(args.consumed_train_samples)
+        batch_size = get_current_global_batch_size()
         losses, grad_norm = train_step(args, schedule, data_iterator, model, optimizer, scheduler)
         args.iteration += 1
-        args.consumed_train_samples += args.global_batch_size
+        args.consumed_train_samples += batch_size
         seconds = time.perf_counter() - started
         if args.iteration % args.log_interval == 0:
             rate = optimizer.param_groups[0]["lr"]
-            training_log(args, args.iteration, seconds, losses, grad_norm, rate)
+            training_log(args, args.iteration, seconds, losses, grad_norm, rate, batch_size)
+        if args.eval_iters and args.iteration % args.eval_interval == 0:
+            evaluate_and_print_results(args, schedule, valid_iterator, model, args.iteration)
         if checkpoint_and_decide_exit(
             model, optimizer, scheduler, args.iteration, 0.0, None, data_iterator
         ):
@@ -530,8 +581,9 @@ def main() -> None:
     optimizer, scheduler = build_optimizer(args, model)
     if args.load:
         load_checkpoint(args, model, optimizer, scheduler)
-    data_iterator = build_train_valid_test_data_loaders(args)
-    train(args, data_iterator, model, optimizer, scheduler)
+    chunks = [build_train_valid_test_data_loaders(args, chunk.vp_stage) for chunk in model]
+    train_data, valid_data = chunks[0] if len(model) == 1 else map(list, zip(*chunks, strict=True))
+    train(args, train_data, valid_data, model, optimizer, scheduler)
     torch.distributed.barrier()
 
 

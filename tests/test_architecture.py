@@ -21,13 +21,14 @@ MAY_IMPORT = {
     "recovery": {"workload"},
     "hosts": {"collectives"},
     "adapters": {"collectives", "recovery", "workload", "hosts"},
-    "pretrain": {"workload"},
+    "pretrain": {"workload", "pretrain_arguments"},
+    "pretrain_arguments": set(),
     "tools": {"adapters", "collectives", "recovery", "workload", "hosts"},
 }
 OWNERS = {  # outside library -> the only places that may import it
     "mpi4py": {"collectives/ulfm.py"},
     "megatron": {"adapters/megatron/", "pretrain.py", "tools/prepare_data.py"},
-    "torch": {"adapters/megatron/", "pretrain.py", "tools/launch.py"},
+    "torch": {"adapters/megatron/", "pretrain.py", "pretrain_arguments.py", "tools/launch.py"},
     "matplotlib": {"tools/compare.py"},
     "rich": {"tools/doctor.py"},
     "tokenizers": {"tools/prepare_data.py"},

@@ -79,7 +79,8 @@ def test_ranks_per_replica_follow_from_all_parallel_sizes():
         (["--global-batch-size", "1"], "fewer than 2 replicas"),
         (["--use-distributed-optimizer"], "must not be spread across replicas"),
         (["--num-distributed-optimizer-instances", "2"], "must not be spread across replicas"),
-        (["--rampup-batch-size", "4", "4", "100"], "--rampup-batch-size is not supported"),
+        (["--rampup-batch-size", "1", "1", "9"], "--rampup-batch-size 1 / 1 samples) are fewer"),
+        (["--rampup-batch-size", "few", "1", "9"], "must begin with the number of samples"),
         (["--data-path", "/nowhere/text"], "there is no file /nowhere/text.bin"),
     ],
 )
@@ -150,7 +151,7 @@ def test_every_flag_of_the_config_is_parsed_into_it():
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("dataloader_type", "cyclic"), ("qk_clip", True), ("virtual_pipeline_model_parallel_size", 2)],
+    [("dataloader_type", "cyclic"), ("qk_clip", True), ("non_persistent_ckpt_type", "local")],
 )
 def test_what_would_diverge_is_refused_with_its_reason(setting, value):
     with pytest.raises(ConfigError, match=setting.replace("_", "-")):

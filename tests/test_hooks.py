@@ -17,13 +17,19 @@ from recover_megatron.workload.assignment import Assignment
 from recover_megatron.workload.samples import Streams
 
 
+def fake_session():
+    injector = SimpleNamespace(plans=lambda phase: False)
+    driver = SimpleNamespace(on_repair=lambda callback: None)
+    return SimpleNamespace(injector=injector, driver=driver, replica_id=0)
+
+
 def test_install_replaces_every_name_and_uninstall_restores_it():
     from recover_megatron import pretrain
+    from recover_megatron import pretrain_arguments as arguments
     from recover_megatron.adapters.megatron.hooks import Hooks, Host
 
     before = dict(vars(pretrain))
-    session = SimpleNamespace(injector=SimpleNamespace(plans=lambda phase: False), replica_id=0)
-    hooks = Hooks(session, Host(pretrain, pretrain, (pretrain,)))
+    hooks = Hooks(fake_session(), Host(pretrain, arguments, (arguments,), pretrain, pretrain))
     hooks.install()
     changed = {name for name, value in vars(pretrain).items() if value is not before.get(name)}
     assert {"get_forward_backward_func", "finalize_model_grads", "save_checkpoint"} <= changed
@@ -35,9 +41,8 @@ def test_a_megatron_without_a_hooked_name_is_refused_with_the_name():
     from recover_megatron.adapters.megatron.hooks import Hooks, Host
 
     module = SimpleNamespace(__name__="megatron.training.training")
-    session = SimpleNamespace(injector=SimpleNamespace(plans=lambda phase: False), replica_id=0)
     with pytest.raises(ConfigError, match="has no get_forward_backward_func"):
-        Hooks(session, Host(module, module, ())).install()
+        Hooks(fake_session(), Host(module, module, (), module, module)).install()
 
 
 def fake_model(grad: torch.Tensor, shards: int = 1):

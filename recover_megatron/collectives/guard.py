@@ -13,8 +13,10 @@ from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import NoQuorum, ReplicaLost, Unrecoverable
 from recover_megatron.world import ReplicaLayout, World
 
-# Bits of an agreement.
-_COMMIT, _GO_ON = 1, 2
+# Bits of an agreement: each is a yes that any rank can turn into a no. The last two are reasons to
+# stop, see `ask_to_stop`.
+_COMMIT, SIGNALLED, OUT_OF_TIME = 1, 2, 4
+_REASONS = SIGNALLED | OUT_OF_TIME
 
 
 class GuardedCommunicator:
@@ -36,8 +38,8 @@ class GuardedCommunicator:
         self._rank = rank
         self._config = config
         self._proven_dead = proven_dead
-        self._asked_to_stop = False
-        self.stopping = False  # all ranks know that one was asked to stop; the same at all of them
+        self._asked_to_stop = 0
+        self.stopping = 0  # for these reasons, as all ranks know; the same at all of them
 
     def begin(self, world: World) -> World:
         """Build the first position groups; every rank calls it once. Returns the world to start
@@ -55,17 +57,18 @@ class GuardedCommunicator:
             self._transport.revoke()
             raise
 
-    def ask_to_stop(self) -> None:
-        """Asks the whole job to stop; the next agreement tells all. Safe in a signal handler."""
-        self._asked_to_stop = True
+    def ask_to_stop(self, reason: int) -> None:
+        """Asks the whole job to stop, for the reason SIGNALLED or OUT_OF_TIME; the next agreement
+        tells all. Safe in a signal handler."""
+        self._asked_to_stop |= reason
 
     def agree(self, vote: bool) -> bool:
         """The consensus barrier over the whole world: the same answer at every live rank. A request
         to stop travels along: a yes brings `stopping` up to date at every rank."""
-        flags = (_COMMIT if vote else 0) | (0 if self._asked_to_stop else _GO_ON)
+        flags = (_COMMIT if vote else 0) | (_REASONS & ~self._asked_to_stop)
         answer = self._transport.agree(flags)
-        if answer & _COMMIT and not answer & _GO_ON:
-            self.stopping = True
+        if answer & _COMMIT:
+            self.stopping = _REASONS & ~answer
         return bool(answer & _COMMIT)
 
     def repair(self, world: World) -> World:

@@ -10,7 +10,7 @@ from recover_megatron.errors import InvariantViolation, ReplicaLost
 from recover_megatron.recovery import machine
 from recover_megatron.recovery.snapshot import Array, Bucket, Snapshot
 from recover_megatron.workload.assignment import Assignment
-from recover_megatron.workload.policy import moved
+from recover_megatron.workload.policy import ExactPolicy, moved
 from recover_megatron.world import World
 
 WITHHELD = -1
@@ -69,6 +69,7 @@ class Driver:
         self._emit = emit
         self.reassigned: tuple[int, ...] = ()  # microbatches of this step that changed hands
         self._withheld: list[Snapshot] = []  # this iteration's, in the assignment's order
+        self.repair_s = 0.0  # seconds spent in repairs so far
         self._on_repair: list[Callable[[World], None]] = []
 
     def on_repair(self, callback: Callable[[World], None]) -> None:
@@ -84,41 +85,49 @@ class Driver:
         (watcher.py).
         Raises InvariantViolation for a bug, never for a lost peer.
         """
-        self._withheld.clear()
-        state, actions = machine.begin(self._policy, self.world, self._replica_id, microbatches)
-        planned = state.assignment
-        while state.phase is not machine.Phase.COMMITTED:
-            (action,) = actions
-            event = self._perform(step, state, action, work)
-            state, actions = machine.handle(self._policy, state, event)
+        planned, state = self._run(step, microbatches, work, self._policy)
         self.reassigned = tuple(
             sorted(i for r in state.world.replicas for i in moved(planned, state.assignment, r))
         )
         work.commit()
-        self._emit(
-            "committed",
-            iteration=step,
-            world_epoch=state.world.world_epoch,
-            assignment=str(state.assignment),
-            microbatches=state.assignment.committed,
-            bucket_epochs=sorted(set(state.reduced_under), key=str),
-        )
+        self._emit("committed", iteration=step, **_facts(state))
         return state.assignment
 
+    def run_evaluation(self, microbatches: int, work: Work) -> None:
+        """The same protocol for a forward-only batch between two iterations: spread evenly over
+        the live replicas, taken over if one dies. Every live rank calls it."""
+        _, state = self._run(None, microbatches, work, ExactPolicy())
+        work.commit()
+        self._emit("evaluated", **_facts(state))
+
+    def _run(
+        self, step: int | None, microbatches: int, work: Work, policy: machine.Policy
+    ) -> tuple[Assignment, machine.State]:
+        """What was planned, and the state that the whole world has agreed to commit."""
+        self._withheld.clear()
+        state, actions = machine.begin(policy, self.world, self._replica_id, microbatches)
+        planned = state.assignment
+        while state.phase is not machine.Phase.COMMITTED:
+            (action,) = actions
+            event = self._perform(step, state, action, work)
+            state, actions = machine.handle(policy, state, event)
+        return planned, state
+
     def _perform(
-        self, step: int, state: machine.State, action: machine.Action, work: Work
+        self, step: int | None, state: machine.State, action: machine.Action, work: Work
     ) -> machine.Event:
         match action:
             case machine.Compute():
                 self._compute(action, work)
-                self._emit(
-                    "computed",
-                    iteration=step,
-                    world_epoch=state.world.world_epoch,
-                    microbatches=list(action.microbatches),
-                    promoted=action.promote,
-                    withheld=list(action.withhold),
-                )
+                if step is not None:
+                    self._emit(
+                        "computed",
+                        iteration=step,
+                        world_epoch=state.world.world_epoch,
+                        microbatches=list(action.microbatches),
+                        promoted=action.promote,
+                        withheld=list(action.withhold),
+                    )
                 return machine.Computed(len(work.buckets()))
             case machine.Reduce(index):
                 return self._reduce(step, index, work.buckets()[index])
@@ -137,7 +146,7 @@ class Driver:
             self._withheld.append(Snapshot.taken_out(work.buckets()))
         work.compute(action.microbatches)
 
-    def _reduce(self, step: int, index: int, bucket: Bucket) -> machine.Event:
+    def _reduce(self, step: int | None, index: int, bucket: Bucket) -> machine.Event:
         self._probe.enter("sync", index)
         try:
             self._communicator.all_reduce(bucket.local, bucket.reduced)
@@ -170,6 +179,8 @@ class Driver:
         started = time.time()
         before = self.world
         self.world = self._communicator.repair(before)
+        repair_s = time.time() - started
+        self.repair_s += repair_s
         lost = sorted(set(before.replicas) - set(self.world.replicas))
         self._emit(
             "repaired",
@@ -177,8 +188,17 @@ class Driver:
             world_epoch=self.world.world_epoch,
             replicas=list(self.world.replicas),
             replicas_lost=lost,
-            repair_s=time.time() - started,
+            repair_s=repair_s,
         )
         for callback in self._on_repair:
             callback(self.world)
         return self.world
+
+
+def _facts(state: machine.State) -> dict[str, Any]:
+    return {
+        "world_epoch": state.world.world_epoch,
+        "assignment": str(state.assignment),
+        "microbatches": state.assignment.committed,
+        "bucket_epochs": sorted(set(state.reduced_under), key=str),
+    }

@@ -55,14 +55,18 @@ class Log:
         self.step_s: dict[int, float] = {}
         self.grad_norms: dict[int, float] = {}
         self.rates: dict[int, float] = {}
+        self.batches: dict[int, float] = {}
+        self.balance: dict[int, float] = {}  # of experts
         for line in _LINE.finditer(text):
             for numbers, name, unit in (
                 (self.losses, "lm loss", 1.0),
                 (self.step_s, r"elapsed time per iteration \(ms\)", 1e-3),
                 (self.grad_norms, "grad norm", 1.0),
                 (self.rates, "learning rate", 1.0),
+                (self.batches, "global batch size", 1.0),
+                (self.balance, "load_balancing_loss", 1.0),
             ):
-                if found := re.search(f"{name}: {_NUMBER}", line[0]):
+                if found := re.search(rf"{name}:\s+{_NUMBER}", line[0]):
                     numbers[int(line[1])] = float(found[1]) * unit
 
 

@@ -36,6 +36,7 @@ class Rehearsal:
     layers: int = 2
     script: str = SCRIPT
     extra: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()  # names of flags below to leave out
 
     @property
     def ranks_per_replica(self) -> int:
@@ -92,8 +93,10 @@ class Rehearsal:
             "no-gradient-accumulation-fusion no-masked-softmax-fusion no-persist-layer-norm "
             "no-rope-fusion no-bias-swiglu-fusion no-bias-dropout-fusion"
         ).split()
-        words = [word for name, v in values.items() for word in (f"--{name}", str(v))]
-        return [*words, *(f"--{s}" for s in switches), "--recover-platform", "cpu", *self.extra]
+        kept = {name: value for name, value in values.items() if name not in self.drop}
+        words = [word for name, v in kept.items() for word in (f"--{name}", str(v))]
+        words += [f"--{name}" for name in switches if name not in self.drop]
+        return [*words, "--recover-platform", "cpu", *self.extra]
 
     def plain(self, data_parallel: int = 1) -> list[str]:
         """Plain Megatron data parallelism over gloo, without recovery."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -148,16 +148,20 @@ class RunRecord:
                 times.update(e["microbatches"])  # what was withheld has no id
         return sum(n - 1 for n in times.values())
 
-    def violations(self, iterations: int, microbatches: int) -> list[str]:
-        """Which of the design's invariants I1 to I5 this run broke, in words; empty if none."""
+    def violations(self, iterations: int, microbatches: int | Mapping[int, int]) -> list[str]:
+        """Which of the design's invariants I1 to I5 this run broke, in words; empty if none.
+        `microbatches` is B, by iteration where it changes (batch-size ramp-up)."""
         broken: list[str] = []
         if sorted(self.commits) != list(range(1, iterations + 1)):
             broken.append(f"I4: committed iterations {sorted(self.commits)}, not 1..{iterations}")
         if not self.survivors:
             broken.append("I4: no replica reached the end")
         for e in self.of("committed"):
-            if e["microbatches"] != microbatches:
-                broken.append(f"I1: {_where(e)} committed {e['microbatches']}, not {microbatches}")
+            due = microbatches
+            if not isinstance(due, int):
+                due = due[e["iteration"]]
+            if e["microbatches"] != due:
+                broken.append(f"I1: {_where(e)} committed {e['microbatches']}, not {due}")
             if e["bucket_epochs"] != [e["world_epoch"]]:
                 broken.append(f"I3: {_where(e)} mixed world epochs {e['bucket_epochs']}")
         broken += self._disagreements("committed", "assignment", "iteration", "I1")

@@ -58,10 +58,11 @@ class Job:
     ranks_per_replica: int
     global_batch_size: int
     micro_batch_size: int
+    first_batch_size: int  # of the batch-size ramp-up; else the global batch
 
     @property
     def microbatches(self) -> int:
-        """B: what every iteration commits, counted per replica."""
+        """B: what every iteration commits, counted per replica (after a batch-size ramp-up)."""
         return self.global_batch_size // self.samples_per_microbatch
 
     @property
@@ -77,11 +78,14 @@ class Job:
                 f"start a multiple of {self.ranks_per_replica}"
             )
         layout = ReplicaLayout(ranks // self.ranks_per_replica, self.ranks_per_replica)
-        if self.microbatches < layout.replicas:
+        fewest = self.first_batch_size // self.samples_per_microbatch
+        if fewest < layout.replicas:
+            ramp = self.first_batch_size < self.global_batch_size
+            flag = "--rampup-batch-size" if ramp else "--global-batch-size"
             raise ConfigError(
-                f"{self.microbatches} microbatches an iteration (--global-batch-size "
-                f"{self.global_batch_size} / {self.samples_per_microbatch} samples) are fewer than "
-                f"{layout.replicas} replicas; raise --global-batch-size or start fewer replicas"
+                f"{fewest} microbatches an iteration ({flag} {self.first_batch_size} / "
+                f"{self.samples_per_microbatch} samples) are fewer than {layout.replicas} "
+                f"replicas; raise {flag} or start fewer replicas"
             )
         if self.config.min_replicas > layout.replicas:
             raise ConfigError(
@@ -132,6 +136,7 @@ def read_job(argv: Sequence[str]) -> Job:
         * config.intra_replica_dp,
         args.global_batch_size,
         args.micro_batch_size,
+        _first_batch_size(args),
     )
     if args.global_batch_size % job.samples_per_microbatch:
         raise ConfigError(
@@ -139,8 +144,6 @@ def read_job(argv: Sequence[str]) -> Job:
             f"{job.samples_per_microbatch} (--micro-batch-size {args.micro_batch_size} x "
             f"--recover-intra-replica-dp {config.intra_replica_dp})"
         )
-    if args.rampup_batch_size:
-        raise ConfigError("--rampup-batch-size is not supported with --recover yet")
     own_timeout_s = 60 * args.distributed_timeout_minutes
     if (config.hang_timeout_s or 0) > own_timeout_s:
         raise ConfigError(
@@ -153,6 +156,18 @@ def read_job(argv: Sequence[str]) -> Job:
             "--recover-min-replicas stops the job with a checkpoint, so it needs --save FOLDER"
         )
     return job
+
+
+def _first_batch_size(args: argparse.Namespace) -> int:
+    if not args.rampup_batch_size:
+        return int(args.global_batch_size)
+    try:
+        return min(int(args.rampup_batch_size[0]), args.global_batch_size)
+    except ValueError:
+        raise ConfigError(
+            "--rampup-batch-size must begin with the number of samples of the first batch, got "
+            f"{args.rampup_batch_size[0]!r}"
+        ) from None
 
 
 def _check_optimizer(args: argparse.Namespace, config: RecoveryConfig) -> None:
@@ -198,9 +213,7 @@ def _is_number(text: str) -> bool:
 # megatron-seams.md, section 1.3. An attribute that this Megatron does not have is not set either.
 _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("dataloader_type", ("single", None), "samples must be a function of iteration and microbatch"),
-    ("virtual_pipeline_model_parallel_size", (None,), "interleaved quotas are not padded yet"),
     ("qk_clip", (False,), "it edits weights by a maximum taken inside one replica"),
-    ("moe_router_enable_expert_bias", (False,), "the bias would follow one replica's tokens"),
     ("use_torch_fsdp2", (False,), "it does not use Megatron's gradient buffers"),
     ("use_megatron_fsdp", (False,), "it does not use Megatron's gradient buffers"),
     ("data_parallel_random_init", (False,), "all replicas must start from the same weights"),
@@ -208,8 +221,7 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("hybrid_context_parallel", (False,), "it regroups samples across the batch"),
     ("inprocess_restart", (False,), "two things would restart the job"),
     ("enable_ft_package", (False,), "two things would restart the job"),
-    ("exit_signal_handler", (False,), "replicas would leave at different iterations"),
-    ("exit_duration_in_mins", (None,), "replicas would leave at different iterations"),
+    ("non_persistent_ckpt_type", ("global", None), "local checkpoints are spread over all ranks"),
     ("yaml_cfg", (None,), "the job's shape is read from the command line"),
     ("reuse_grad_buf_for_mxfp8_param_ag", (False,), "parameters share the gradient buffer"),
     ("save_wgrads_interval", (None,), "gradients are not there where it looks for them"),
@@ -223,6 +235,21 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
         if value not in allowed:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} {value} is not supported with --recover: {reason}")
+    balancing = getattr(args, "moe_router_load_balancing_type", None) or []
+    for name in ("global_aux_loss", "quantile_balancing"):
+        if name in balancing:
+            raise ConfigError(
+                f"--moe-router-load-balancing-type {name} is not supported with --recover: it is "
+                "computed from the tokens that one replica has seen"
+            )
+    if getattr(args, "virtual_pipeline_model_parallel_size", None):
+        for name in ("num_experts", "mtp_num_layers"):
+            if getattr(args, name, None):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is not supported with --recover in an interleaved "
+                    "pipeline: its own loss cannot be taken out of the microbatches that pad a "
+                    "share; drop --num-layers-per-virtual-pipeline-stage"
+                )
     scope = [str(s) for s in getattr(args, "cuda_graph_scope", None) or []]
     if any("full_iteration" in s for s in scope):
         raise ConfigError("--cuda-graph-scope full_iteration would freeze the recovery hooks")

@@ -154,12 +154,15 @@ def _host(script: str) -> Any:
 
     if _is_ours(script):
         ours = importlib.import_module("recover_megatron.pretrain")
-        return Host(ours, ours, (ours,))
+        arguments = importlib.import_module("recover_megatron.pretrain_arguments")
+        return Host(ours, arguments, (arguments,), ours, ours)
     training = _import_training(script)
-    arguments = importlib.import_module("megatron.training.arguments")
-    initialize = importlib.import_module("megatron.training.initialize")
+    arguments, initialize, writers, checkpointing = (
+        importlib.import_module(f"megatron.training.{name}")
+        for name in ("arguments", "initialize", "global_vars", "checkpointing")
+    )
     holders = tuple(m for m in (arguments, initialize) if hasattr(m, "validate_args"))
-    return Host(training, arguments, holders)
+    return Host(training, arguments, holders, writers, checkpointing)
 
 
 def _run(script: str, namespace: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ import sys
 import time
 import types
 import typing
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,9 @@ def install_torch() -> None:
 def install_core() -> None:
     """After `megatron.core` can be imported, before a model is built."""
     import megatron.core.datasets.utils as dataset_utils
+    import megatron.core.pipeline_parallel.schedules as schedules
     import megatron.core.tensor_parallel.random as mcore_random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
 
     def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
         torch.default_generator.set_state(new_state)
@@ -61,9 +64,25 @@ def install_core() -> None:
     mcore_random._set_cuda_rng_state = set_state
     # fork() warns, for each microbatch, that the "CPU" generator moved.
     logging.getLogger(mcore_random.__name__).setLevel(logging.ERROR)
+    schedules.deallocate_output_tensor = _keeping_sent(schedules.deallocate_output_tensor)
+    if not hasattr(moe_utils, "te_general_gemm"):  # looked at unguarded without transformer-engine
+        moe_utils.te_general_gemm = None
     # `make` asks python3-config, which may be another Python's.
     dataset_utils.compile_helpers = lambda: None
     _borrow_dataset_helpers()
+
+
+def _keeping_sent(deallocate: Callable[..., None]) -> Callable[..., None]:
+    """gloo sends from a tensor's memory after isend has returned, and there is no stream to order
+    the release after it: the memory is kept for some more microbatches."""
+    sent: deque[torch.Tensor] = deque(maxlen=32)
+
+    def wrapper(out: Any, *args: Any, **more: Any) -> None:
+        if isinstance(out, torch.Tensor):
+            sent.append(out.data)
+        deallocate(out, *args, **more)
+
+    return wrapper
 
 
 def install_training() -> None:
@@ -247,6 +266,17 @@ def _redirect_distributed() -> None:
     distributed.barrier = dropping(distributed.barrier, "device_ids")
     distributed.init_process_group = dropping(distributed.init_process_group, "device_id")
     distributed.new_group = dropping(distributed.new_group, "pg_options")
+    exchange = distributed.all_to_all_single
+
+    @functools.wraps(exchange)
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+        # The token dispatcher of experts turns tensors into numbers only if they are on a GPU.
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return exchange(*args, **kwargs)
+
+    distributed.all_to_all_single = all_to_all_single
 
 
 def _stand_in_for_triton() -> None:

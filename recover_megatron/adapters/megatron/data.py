@@ -1,4 +1,4 @@
-"""The training data by microbatch: the next one comes from the assignment, not a counter."""
+"""The data by microbatch: the next one comes from the assignment, not a counter."""
 
 from __future__ import annotations
 
@@ -43,14 +43,16 @@ class MicrobatchFeed:
         if self.streams is not None:
             self.streams = self.streams.committed(assignment)
 
-    def supply(self, microbatches: Sequence[int], consumed_samples: int) -> None:
-        """The ids that the coming pass through the schedule will ask for, in order."""
+    def supply(self, microbatches: Sequence[int], consumed_samples: int, padding: int = 0) -> None:
+        """The ids that the coming pass through the schedule will ask for, in order. `padding` more
+        are the last one again."""
         numbers = list(microbatches)
         if self.streams is not None:
             offsets = range(self._offset, self._offset + len(numbers))
             numbers = [self.streams.microbatch(self._replica_id, k) for k in offsets]
             self._offset, consumed_samples = offsets.stop, 0
         self._fetched = {number: [] for number in numbers}
+        numbers += numbers[-1:] * padding
         for loader in self._loaders:
             loader.supply(numbers, consumed_samples)
 
@@ -98,6 +100,62 @@ class MicrobatchLoader:
         if self._feed.streams is not None:
             ids = [i % len(self._dataset) for i in ids]  # streams are endless
         self._feed.note(microbatch, ids)
+        return default_collate([self._dataset[i] for i in ids])
+
+
+class EvaluationFeed:
+    """Hands each replica its share of every evaluation batch. Which dataset is read, validation or
+    test, only the loader that is asked knows."""
+
+    def __init__(self) -> None:
+        self.batch = 0  # how many batches have begun
+        self.samples = 0  # of the present batch
+        self.passes = 0
+        self.microbatches: list[int] = []  # of the present pass
+
+    def begin(self, samples: int) -> None:
+        """A batch of `samples` begins."""
+        self.batch += 1
+        self.samples = samples
+
+    def supply(self, microbatches: Sequence[int], padding: int = 0) -> None:
+        """As MicrobatchFeed.supply."""
+        self.passes += 1
+        self.microbatches = [*microbatches, *list(microbatches[-1:]) * padding]
+
+
+class EvaluationLoader:
+    """Stands in for the DataLoader of a validation or test dataset, `consumed_samples` of which
+    have been read. A batch that it is asked for moves it on by the whole batch."""
+
+    def __init__(
+        self,
+        feed: EvaluationFeed,
+        dataset: Any,
+        micro_batch_size: int,
+        dp: tuple[int, int],
+        consumed_samples: int,
+    ):
+        self._feed = feed
+        self._dataset = dataset
+        self._place = (micro_batch_size, *dp)
+        self._first = consumed_samples  # of the present batch
+        self._batch = self._pass = self._samples = 0
+        self._queue: deque[int] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        feed = self._feed
+        if self._batch != feed.batch:
+            self._first += self._samples
+            self._batch, self._samples = feed.batch, feed.samples
+        if self._pass != feed.passes:
+            self._pass, self._queue = feed.passes, deque(feed.microbatches)
+        if not self._queue:
+            raise InvariantViolation("the schedule asked for a microbatch that is not assigned")
+        ids = sample_ids(self._first, self._queue.popleft(), *self._place)
         return default_collate([self._dataset[i] for i in ids])
 
 

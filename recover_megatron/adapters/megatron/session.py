@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from recover_megatron.adapters.megatron.arguments import read_job
-from recover_megatron.collectives.guard import GuardedCommunicator
+from recover_megatron.collectives.guard import SIGNALLED, GuardedCommunicator
 from recover_megatron.collectives.quorum import Evidence, Place, gather_places, has_quorum
 from recover_megatron.collectives.watchdog import Watchdog
 from recover_megatron.collectives.watcher import Watcher
@@ -54,6 +54,7 @@ class Session:
     console: Console | None
     on_host: RankOnHost | None
     store: Any  # position 0 keeps the replica's TCPStore server alive
+    args: Any = None  # Megatron's arguments, once it has validated them
 
     @property
     def leading(self) -> bool:
@@ -131,7 +132,7 @@ def start(argv: Sequence[str]) -> Session:
     places = gather_places(transport, host)
     evidence = Evidence(places, host, on_host.folder.path / "dead" if on_host else None)
     communicator = GuardedCommunicator(transport, layout, rank, config, evidence)
-    signal.signal(STOP_SIGNAL, lambda number, frame: communicator.ask_to_stop())
+    signal.signal(STOP_SIGNAL, lambda number, frame: communicator.ask_to_stop(SIGNALLED))
     world = communicator.begin(World.initial(layout))
     faults = parse_faults(config.inject, layout)
     mine = [f for f in faults if (f.replica, f.position) == (replica_id, position)]

@@ -1,0 +1,256 @@
+"""Hook E and the end: who saves, what a failed save costs (nothing), and when the whole job stops.
+
+A replica holds everything, so the lowest live one saves the whole checkpoint alone, in Megatron's
+own format. The others go on; their next reduction waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from recover_megatron.adapters.megatron.data import MicrobatchFeed, save_streams
+from recover_megatron.adapters.megatron.replicas import any_in_replica, check_replicas
+from recover_megatron.adapters.megatron.session import Session
+from recover_megatron.collectives.guard import OUT_OF_TIME, SIGNALLED
+from recover_megatron.errors import StopRequested, Unrecoverable
+
+logger = logging.getLogger(__name__)
+
+_PROBE_BYTES = 1 << 16
+
+
+class Checkpoints:
+    """One per process. `training` holds Megatron's save_checkpoint_and_time."""
+
+    def __init__(self, session: Session, training: ModuleType, feed: MicrobatchFeed):
+        self._session = session
+        self._training = training
+        self._feed = feed
+        self._started = time.monotonic()
+        self._limit_s: float | None = None  # --exit-duration-in-mins
+        self._insisting = False  # the present save is repeated until its leader has survived it
+        self._tracker: Path | None = None  # of the present save, at the rank that writes it
+        self._redirecting = False  # the tracker's name is that of its unpublished copy
+        self._failure: BaseException | None = None  # of the save that was begun last
+        self.saved: int | None = None  # the last iteration that this rank knows to be saved
+
+    # --- saving --------------------------------------------------------------------------------
+
+    def save_checkpoint(self, stock: Callable[..., Any], *args: Any, **more: Any) -> None:
+        """A save that fails is a warning. The last one of a job is repeated by the next leader if
+        the leader dies in it, so every rank then waits for it."""
+        bound = inspect.signature(stock).bind(*args, **more).arguments
+        if bound["iteration"] == self._session.args.train_iters:
+            self._insisting = True
+        driver, saved_by = self._session.driver, None
+        while saved_by != driver.world.leader:
+            saved_by = driver.world.leader
+            self._save_if_leading(lambda: stock(*args, **more), bound)
+            if not self._insisting:
+                return
+            with self._session.waiting_for_peers():
+                driver.guarded("save", lambda: None)
+
+    def _save_if_leading(self, save: Callable[[], Any], bound: dict[str, Any]) -> None:
+        session, iteration = self._session, bound["iteration"]
+        if not session.leading:
+            return
+        failure = self._no_room(bound["model"])
+        if any_in_replica(failure is not None):
+            self._give_up(iteration, failure or OSError("another rank of the replica cannot write"))
+            return
+        if self._feed.streams is not None and session.position == 0:
+            save_streams(session.args.save, iteration, self._feed.streams)
+        session.injector.enter("save")
+        self._failure, self._redirecting = None, True
+        try:
+            save()
+        finally:
+            self._redirecting = False
+        if getattr(session.args, "async_save", False):
+            if self._insisting:
+                self._training.maybe_finalize_async_save(blocking=True)
+        else:
+            self._publish(iteration)
+        session.injector.leave("save")
+
+    def finalize_async_save(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """Megatron looks here, after each iteration, whether an asynchronous save has ended."""
+        result = stock(*args, **more)
+        if getattr(self._session.args, "async_save", False) and self._tracker is not None:
+            written = _text(_unpublished(self._tracker))
+            if written not in ("", _NONE, _text(self._tracker)):
+                self._publish(int(written))
+        return result
+
+    def _give_up(self, iteration: int, error: BaseException) -> None:
+        session = self._session
+        if session.position == 0:
+            logger.warning(
+                "recover: no checkpoint of iteration %d: %s; training goes on, and the next save "
+                "is tried at its time",
+                iteration,
+                error,
+            )
+            session.trace.emit("save_failed", iteration=iteration, reason=str(error))
+
+    def _no_room(self, model: Any) -> OSError | None:
+        """Why this rank could not write its part of a checkpoint, None if it can. Asked before the
+        save, because Megatron's ranks do not learn of each other's failures in the middle of it.
+        All ranks of the replica call it."""
+        parameters = [p for chunk in model for p in chunk.parameters()]
+        # Weights, and the optimizer's float32 copy and two moments.
+        size = sum(p.numel() * (p.element_size() + 12) for p in parameters)
+        size //= max(1, self._session.args.data_parallel_size)
+        total = torch.tensor([size], dtype=torch.int64, device=torch.cuda.current_device())
+        torch.distributed.all_reduce(total)
+        save = self._session.args.save
+        if "://" in save:
+            return None  # not a file system
+        probe = Path(save) / f".recover_probe.{self._session.replica_id}.{self._session.position}"
+        try:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(probe.parent).free
+            if free < int(total):
+                return OSError(f"{save} has {free} bytes free, about {int(total)} are needed")
+            with probe.open("wb") as file:
+                file.write(bytes(_PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            return error
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink(missing_ok=True)
+        return None
+
+    # --- what fails at one rank in the middle of a save ------------------------------------------
+
+    def deferring(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """Around the parts of a save that write a file at position 0 alone and meet no other rank
+        afterwards: an error is noted, and told once all ranks have left the save."""
+        try:
+            return stock(*args, **more)
+        except Exception as error:  # noqa: BLE001  OSError, torch's CheckpointException, ...
+            self._failure = error
+            if self._tracker is not None:
+                # So that Megatron does not delete the checkpoint before (--save-retain-interval).
+                _unpublished(self._tracker).write_text(_NONE)
+            return None
+
+    def tracker_filename(self, stock: Callable[..., str], *args: Any, **more: Any) -> str:
+        """Megatron writes the tracker file in place: in a save it is given the name of a copy,
+        which is moved once all ranks have left the save."""
+        name = stock(*args, **more)
+        if not self._redirecting or self._session.position or "://" in name:
+            return name
+        self._tracker = Path(name)
+        copy = _unpublished(self._tracker)
+        if self._failure is None:
+            copy.write_text(_text(self._tracker) or _NONE)  # Megatron looks which was the last
+        return str(copy)
+
+    def _publish(self, iteration: int) -> None:
+        """All ranks have left the save of `iteration`."""
+        failure, self._failure = self._failure, None
+        self.saved = self.saved if failure else iteration
+        if self._tracker is None:
+            return
+        if failure is None:
+            os.replace(_unpublished(self._tracker), self._tracker)
+            return
+        _unpublished(self._tracker).unlink(missing_ok=True)
+        shutil.rmtree(self._tracker.parent / f"iter_{iteration:07d}", ignore_errors=True)
+        self._give_up(iteration, failure)
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def take_over_exits(self, args: Any) -> None:
+        """Megatron's own exits by time and by signal are one replica's decision; here all agree."""
+        minutes = getattr(args, "exit_duration_in_mins", None)
+        self._limit_s = None if minutes is None else 60.0 * minutes
+        args.exit_duration_in_mins = None
+        if getattr(args, "exit_signal_handler", False):
+            args.exit_signal_handler = False
+            number = getattr(args, "exit_signal", signal.SIGTERM)
+            ask = self._session.communicator.ask_to_stop
+            signal.signal(number, lambda *_: ask(SIGNALLED))
+
+    def checkpoint_and_decide_exit(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        session, config, settings = self._session, self._session.config, self._session.args
+        bound = inspect.signature(stock).bind(*args, **more).arguments
+        iteration = bound["iteration"]
+        self._check_replicas(bound["model"], iteration)
+        live = session.driver.world.replicas
+        if len(live) < config.min_replicas:
+            raise Unrecoverable(
+                f"only {len(live)} of {session.layout.replicas} replicas are left after iteration "
+                f"{iteration}, fewer than --recover-min-replicas {config.min_replicas}; "
+                + self._save_before_stop(bound)
+            )
+        if session.communicator.stopping & SIGNALLED:
+            raise StopRequested(
+                f"by a signal, after iteration {iteration}; {self._save_before_stop(bound)}"
+            )
+        if self._limit_s is not None and time.monotonic() - self._started > self._limit_s:
+            session.communicator.ask_to_stop(OUT_OF_TIME)
+        interval = getattr(settings, "exit_interval", None)
+        self._insisting = bool(interval) and iteration % interval == 0
+        if session.communicator.stopping & OUT_OF_TIME:
+            settings.exit_duration_in_mins = 1e-9  # now at every rank
+            self._insisting = True
+        try:
+            return stock(*args, **more)
+        finally:
+            self._insisting = False
+
+    def _check_replicas(self, model: Any, iteration: int) -> None:
+        session, interval = self._session, self._session.config.check_replicas_interval
+        last = iteration == session.args.train_iters
+        if interval and (last or iteration % interval == 0):
+            facts = (session.communicator, session.layout, session.replica_id, model, iteration)
+            with session.waiting_for_peers():
+                mine = check_replicas(session.driver, *facts)
+            session.trace.emit("parameters", iteration=iteration, fingerprint=f"{mine:014x}")
+
+    def _save_before_stop(self, bound: dict[str, Any]) -> str:
+        """What the leader then says about the checkpoint."""
+        iteration, save = bound["iteration"], self._session.args.save
+        if not save:
+            return "without --save there is no checkpoint"
+        self._insisting = True
+        self._training.save_checkpoint_and_time(
+            iteration,
+            bound["model"],
+            bound["optimizer"],
+            bound["opt_param_scheduler"],
+            bound["num_floating_point_operations_so_far"],
+            bound["checkpointing_context"],
+            train_data_iterator=bound["train_data_iterator"],
+        )
+        if self.saved != iteration:
+            return f"no checkpoint of it could be saved in {save}; the one before counts"
+        return f"the checkpoint of iteration {iteration} is in {save}"
+
+
+_NONE = "0"  # what an unpublished tracker file says as long as nothing was saved
+
+
+def _unpublished(tracker: Path) -> Path:
+    return tracker.with_name(tracker.name + ".unpublished")
+
+
+def _text(path: Path) -> str:
+    return path.read_text().strip() if path.is_file() else ""

@@ -1,0 +1,168 @@
+"""Megatron's log line, TensorBoard and W&B for the whole job, from the lowest live replica."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from recover_megatron.adapters.megatron.session import Session
+from recover_megatron.world import World
+
+_Call = tuple[tuple[str, ...], tuple[Any, ...], dict[str, Any]]
+
+
+class LeadersWriter:
+    """Stands in for a TensorBoard or W&B writer in every replica. The leader's calls go to the real
+    one, which `make` opens; the others' are kept for two logged iterations, and made by the replica
+    that comes to lead. So no value is lost; some may be written twice.
+
+    Any method may be called on it, also on its attributes (`writer.config.update(...)`).
+    """
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+        self._writer: Any = None
+        self._leading = False
+        self._kept: deque[list[_Call]] = deque([[]], maxlen=2)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _Method(self, (name,))
+
+    def begin_log(self) -> None:
+        """The log of an iteration begins."""
+        self._kept.append([])
+
+    def end_log(self) -> None:
+        """What the leader wrote must outlive it."""
+        if hasattr(self._writer, "flush"):
+            self._writer.flush()
+
+    def lead(self) -> None:
+        """From now on this rank's calls are the job's. Does nothing the second time."""
+        if self._leading:
+            return
+        self._leading, self._writer = True, self._make()
+        for calls in self._kept:
+            for call in calls:
+                self._do(*call)
+        self.end_log()
+
+    def _do(self, path: Sequence[str], args: Sequence[Any], more: dict[str, Any]) -> Any:
+        if not self._leading:
+            self._kept[-1].append((tuple(path), tuple(args), more))
+            return None
+        target = self._writer
+        for name in path:
+            target = getattr(target, name) if target is not None else None
+        return None if target is None else target(*args, **more)
+
+
+class _Method:
+    def __init__(self, writer: LeadersWriter, path: tuple[str, ...]):
+        self._writer, self._path = writer, path
+
+    def __getattr__(self, name: str) -> _Method:
+        return _Method(self._writer, (*self._path, name))
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        return self._writer._do(self._path, args, more)
+
+
+class Logs:
+    """One per process. `writers` is the module with Megatron's global writers."""
+
+    def __init__(self, session: Session, writers: ModuleType):
+        self._session = session
+        self._writers = writers
+        self._tensorboard: LeadersWriter | None = None
+        self._wandb: LeadersWriter | None = None
+        self._repair_s = 0.0  # of the driver's, what has been logged
+        self._suffix = ""  # of the line that training_log prints
+        session.driver.on_repair(self._follow)
+
+    def training_log(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        session, settings = self._session, self._session.args
+        world, driver = session.driver.world, session.driver
+        iteration = inspect.signature(stock).bind(*args, **more).arguments["iteration"]
+        for writer in self._open():
+            writer.begin_log()
+        live = {
+            "live replicas": len(world.replicas),
+            "world epoch": world.world_epoch,
+            "repair time (ms)": round(1000 * (driver.repair_s - self._repair_s), 1),
+        }
+        self._suffix = "".join(f" {name}: {value} |" for name, value in live.items())
+        own = getattr(settings, "world_size", None)
+        settings.world_size = len(world.replicas) * session.layout.ranks_per_replica
+        try:
+            result = stock(*args, **more)
+        finally:
+            settings.world_size, self._suffix = own, ""
+        if iteration % settings.log_interval == 0:
+            self._repair_s = driver.repair_s
+        if iteration % getattr(settings, "tensorboard_log_interval", 1) == 0:
+            self._write(live, iteration)
+        for writer in self._open():
+            writer.end_log()
+        return result
+
+    def print_rank_last(self, stock: Callable[..., Any], message: str, *more: Any) -> Any:
+        return stock(message + self._suffix, *more)
+
+    def _write(self, values: dict[str, Any], iteration: int) -> None:
+        named = {"recover/" + re.sub(r"[ ()]+", "-", k).strip("-"): v for k, v in values.items()}
+        if self._wandb is not None:
+            self._wandb.log(named, iteration)
+        if self._tensorboard is not None:
+            for name, value in named.items():
+                self._tensorboard.add_scalar(name, value, iteration)
+
+    def _open(self) -> list[LeadersWriter]:
+        return [writer for writer in (self._tensorboard, self._wandb) if writer is not None]
+
+    # --- the writers ---------------------------------------------------------------------------
+
+    def set_tensorboard_writer(self, stock: Callable[..., None], args: Any) -> None:
+        if getattr(args, "tensorboard_dir", None):
+            self._tensorboard = self._stand_in(stock, args, "_GLOBAL_TENSORBOARD_WRITER")
+
+    def set_wandb_writer(self, stock: Callable[..., None], args: Any) -> None:
+        folder = self._session.config.trace_dir
+        if not getattr(args, "wandb_project", ""):
+            return
+        if folder:  # the next leader goes on with the same run
+            run_id = re.sub(r"[^A-Za-z0-9_-]", "-", Path(folder).resolve().name)
+            os.environ.setdefault("WANDB_RUN_ID", run_id)
+            os.environ.setdefault("WANDB_RESUME", "allow")
+        self._wandb = self._stand_in(stock, args, "_GLOBAL_WANDB_WRITER")
+
+    def _stand_in(self, stock: Callable[..., None], args: Any, name: str) -> LeadersWriter | None:
+        """Megatron's writer is opened by its own function, and only where and when it leads."""
+        if args.rank != args.world_size - 1:
+            return None
+
+        def make() -> Any:
+            setattr(self._writers, name, None)
+            stock(args)
+            real = getattr(self._writers, name)
+            setattr(self._writers, name, writer)
+            return real
+
+        writer = LeadersWriter(make)
+        setattr(self._writers, name, writer)
+        if self._session.leading:
+            writer.lead()
+        return writer
+
+    def _follow(self, world: World) -> None:
+        if self._session.leading:
+            for writer in self._open():
+                writer.lead()
