@@ -35,6 +35,14 @@ class RecoveryConfig:
     min_replicas: int = _flag(
         1, "fewer live replicas than this: save a checkpoint and stop with an error (needs --save)"
     )
+    restart_command: str = _flag(
+        "",
+        "what the launcher runs, without a shell, if no replica or fewer than "
+        "--recover-min-replicas are left; the job's own launch line with --load, or `scontrol requeue JOB`",
+    )
+    allow_untested_megatron: bool = _flag(
+        False, "try a version of Megatron that the hooks were not tried on"
+    )
     inject: str = _flag(
         "", "faults to inject, e.g. 1.0@3:sync.2 or random:seed=1:every=5:count=2 (docs/faults.md)"
     )

@@ -16,7 +16,11 @@ class ReplicaLost(RecoveryError):
 
 
 class Unrecoverable(RecoveryError):
-    """Too few replicas are left: the job stops, with a checkpoint where one could be saved."""
+    """Going on would be wrong: the job stops, with a checkpoint where one could be saved."""
+
+
+class TooFewReplicas(Unrecoverable):
+    """Fewer than --recover-min-replicas are left. A new job may go on from the checkpoint."""
 
 
 class StopRequested(RecoveryError):

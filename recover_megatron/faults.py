@@ -5,6 +5,7 @@
            | "random:" FIELD { ":" FIELD }        FIELD = every=K | seed=S | count=N | phase=PHASE
     KIND   = kill (SIGKILL) | nan (one gradient value; phase gradient only)
            | hang (the training thread sleeps) | hold (it keeps Python's lock, too) | stop (SIGSTOP)
+           | full (from now on no file may grow past 100,000 bytes, as if the disk were full)
     PHASE  = forward | backward | gradient | sync | commit | optimizer | repair
 
 `2.0@7:sync.3` kills position 0 of replica 2 in iteration 7 (as Megatron logs it, from 1) in the
@@ -34,7 +35,7 @@ PHASES = (
 )
 INDEXED_PHASES = ("forward", "backward", "gradient", "sync")
 HANGS = ("hang", "hold", "stop")
-KINDS = ("kill", "nan", *HANGS)
+KINDS = ("kill", "nan", "full", *HANGS)
 # Where no peer is waited for.
 HANG_PHASES = ("forward", "backward", "optimizer", "save", "evaluate")
 RANDOM_PHASES = ("forward", "backward", "sync", "commit", "optimizer")
@@ -73,7 +74,7 @@ def parse_faults(spec: str, layout: ReplicaLayout) -> tuple[Fault, ...]:
         faults.extend(
             _random(item, layout) if item.startswith("random:") else _single(item, layout)
         )
-    lost = {fault.replica for fault in faults}
+    lost = {fault.replica for fault in faults if fault.kind != "full"}
     if len(lost) >= layout.replicas:
         raise ConfigError(
             f"--recover-inject {spec!r} would lose all {layout.replicas} replicas; leave one alive"

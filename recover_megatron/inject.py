@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from recover_megatron.faults import Fault
+
+_FULL_BYTES = 100_000
 
 
 class Injector:
@@ -74,6 +77,11 @@ class Injector:
         if fault.kind == "nan":
             self._faults.remove(fault)
             self.make_nan()
+            return
+        if fault.kind == "full":
+            self._faults.remove(fault)
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
             return
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

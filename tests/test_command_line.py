@@ -15,6 +15,7 @@ import pytest
 
 from recover_megatron.adapters.megatron.arguments import (
     add_recovery_arguments,
+    check_version,
     read_job,
     recovery_config,
     refuse_unsupported,
@@ -220,6 +221,38 @@ def test_a_job_in_which_nobody_reached_the_end_is_a_failure(tmp_path: Path, caps
     assert "the first to die was replica 1, position 0: ValueError: of me" in error
     (tmp_path / "exit_code").write_text("3\n")
     assert launch._exit_code(0, tmp_path / "exit_code") == 3
+
+
+def restarted(tmp_path: Path, command: str) -> int:
+    return launch._restart(command, launch.EXIT_NOBODY, tmp_path)
+
+
+def test_a_job_that_has_lost_all_replicas_is_started_again(tmp_path: Path, capfd):
+    Trace(str(tmp_path), 0, 0).emit("committed", iteration=1)
+    code = "import os, sys; print(os.environ['RECOVER_RUN_DIR']); sys.exit(7)"
+    assert restarted(tmp_path, f'{sys.executable} -c "{code}"') == 7
+    out, error = capfd.readouterr()
+    assert out == f"{tmp_path}\n"
+    assert "recover: restarting: " in error
+    assert restarted(tmp_path, "/no/such/program") == launch.EXIT_NOBODY
+
+
+def test_a_job_that_has_committed_nothing_is_not_started_again(tmp_path: Path, capfd):
+    Trace(str(tmp_path), 0, 0).emit("started")
+    assert restarted(tmp_path, sys.executable) == launch.EXIT_NOBODY
+    assert "not restarted, since no iteration was committed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.0", "0.15.3rc1"])
+def test_a_tried_version_of_megatron_is_accepted(version):
+    check_version(version, allow_untested=False)
+
+
+@pytest.mark.parametrize("version", ["0.14.0", "0.20.0rc0", "1.16.1"])
+def test_an_untried_version_of_megatron_is_refused(version):
+    with pytest.raises(ConfigError, match=f"Megatron {version} was not tried .*try_megatron.sh"):
+        check_version(version, allow_untested=False)
+    check_version(version, allow_untested=True)
 
 
 def test_nan_in_several_replicas_at_once_is_said_to_be_no_hardware_fault(tmp_path: Path, capsys):

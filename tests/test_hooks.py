@@ -11,6 +11,7 @@ import torch
 from recover_megatron.adapters.megatron.data import MicrobatchFeed, load_streams, save_streams
 from recover_megatron.adapters.megatron.gradients import GradientBuckets
 from recover_megatron.adapters.megatron.replicas import fingerprint, odd_replicas
+from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import ConfigError, InvariantViolation
 from recover_megatron.recovery.snapshot import Snapshot
 from recover_megatron.workload.assignment import Assignment
@@ -20,7 +21,7 @@ from recover_megatron.workload.samples import Streams
 def fake_session():
     injector = SimpleNamespace(plans=lambda phase: False)
     driver = SimpleNamespace(on_repair=lambda callback: None)
-    return SimpleNamespace(injector=injector, driver=driver, replica_id=0)
+    return SimpleNamespace(injector=injector, driver=driver, replica_id=0, config=RecoveryConfig())
 
 
 def test_install_replaces_every_name_and_uninstall_restores_it():

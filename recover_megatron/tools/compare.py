@@ -18,6 +18,7 @@ from recover_megatron.errors import ConfigError
 from recover_megatron.tools.run_record import RunRecord, missing_samples
 
 _LINE = re.compile(r"iteration\s+(\d+)/.*lm loss.*")
+_VALIDATION = re.compile(r"validation loss at iteration (\d+) .*?lm loss value: ([-+.\dEe]+)")
 _NUMBER = r"([-+.\dEe]+)"
 
 
@@ -57,6 +58,7 @@ class Log:
         self.rates: dict[int, float] = {}
         self.batches: dict[int, float] = {}
         self.balance: dict[int, float] = {}  # of experts
+        self.validation_losses = {int(k): float(v) for k, v in _VALIDATION.findall(text)}
         for line in _LINE.finditer(text):
             for numbers, name, unit in (
                 (self.losses, "lm loss", 1.0),

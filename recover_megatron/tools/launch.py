@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from recover_megatron.adapters.megatron.arguments import Job, read_job, wants_recovery
-from recover_megatron.adapters.megatron.session import STOP_SIGNAL
+from recover_megatron.adapters.megatron.session import EXIT_TOO_FEW, STOP_SIGNAL
 from recover_megatron.collectives.transport import EAGER_BYTES
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools.launch_hosts import (
@@ -31,6 +31,8 @@ from recover_megatron.tools.launch_hosts import (
 )
 from recover_megatron.tools.stall import StallReport
 from recover_megatron.trace import read_traces
+
+EXIT_NOBODY = 1  # no replica reached the end
 
 # ulfm.md, section 0. A rank that makes no MPI progress for the detector's time-out is declared
 # dead, so it must outlast any time for which a healthy rank holds Python's GIL.
@@ -110,7 +112,26 @@ def run(args: argparse.Namespace) -> int:
         code = _start(job, replicas, script, hosts, args.remote_shell, Path(trace_dir))
     finally:
         stall.stop()
-    return _exit_code(code, marker)
+    code = _exit_code(code, marker)
+    command = job.config.restart_command
+    if command and code in (EXIT_NOBODY, EXIT_TOO_FEW):
+        return _restart(command, code, Path(trace_dir))
+    return code
+
+
+def _restart(command: str, code: int, run_dir: Path) -> int:
+    """Run --recover-restart-command; its exit code. Not after a job that committed nothing: what
+    ended that would end the next one too."""
+    if not any(e["event"] == "committed" for e in read_traces(run_dir)):
+        print("recover: not restarted, since no iteration was committed", file=sys.stderr)
+        return code
+    print(f"recover: restarting: {command}", file=sys.stderr, flush=True)
+    environment = {"RECOVER_EXIT_CODE": str(code), "RECOVER_RUN_DIR": str(run_dir)}
+    try:
+        return subprocess.run(shlex.split(command), env=os.environ | environment).returncode
+    except OSError as error:
+        print(f"recover-megatron launch: error: {command}: {error}", file=sys.stderr)
+        return code
 
 
 def _start(
@@ -231,7 +252,7 @@ def _exit_code(mpirun_code: int, marker: Path) -> int:
         f"the last words of each rank are in {marker.parent}",
         file=sys.stderr,
     )
-    return 1
+    return EXIT_NOBODY
 
 
 def _first_death(run_dir: Path) -> str:

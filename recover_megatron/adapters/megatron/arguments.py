@@ -28,14 +28,18 @@ def add_recovery_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     for field in fields(RecoveryConfig):
         if "help" not in field.metadata:
             continue
+        names = (flag_name(field.name),)
+        where = {"dest": f"recover_{field.name}", "help": field.metadata["help"]}
+        if field.default is False:
+            group.add_argument(*names, action="store_true", **where)
+            continue
         plain = str if field.default is None else type(field.default)
         group.add_argument(
-            flag_name(field.name),
-            dest=f"recover_{field.name}",
+            *names,
+            **where,
             type=field.metadata.get("type", plain),
             default=field.default if field.default is not MISSING else None,
             choices=field.metadata.get("choices"),
-            help=field.metadata["help"],
         )
     return parser
 
@@ -207,6 +211,19 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+# Minor versions of Megatron on which scripts/try_megatron.sh passed (patches/README.md).
+TRIED_MEGATRON = ("0.15", "0.16", "0.17", "0.18", "0.19")
+
+
+def check_version(version: str, allow_untested: bool) -> None:
+    """Raises ConfigError for a Megatron that the hooks were not tried on."""
+    if not allow_untested and version.split(".")[:2] not in [t.split(".") for t in TRIED_MEGATRON]:
+        raise ConfigError(
+            f"Megatron {version} was not tried with --recover (tried: {', '.join(TRIED_MEGATRON)});"
+            " try it with scripts/try_megatron.sh, or add --recover-allow-untested-megatron"
+        )
 
 
 # What would silently diverge or hang: (attribute of Megatron's args, allowed values, reason).

@@ -21,12 +21,24 @@ from recover_megatron.adapters.megatron.arguments import wants_recovery
 from recover_megatron.adapters.megatron.session import (
     EXIT_CONFIG,
     EXIT_STOPPED,
+    EXIT_TOO_FEW,
     EXIT_UNRECOVERABLE,
     Session,
     start,
 )
-from recover_megatron.errors import ConfigError, NoQuorum, StopRequested, Unrecoverable
+from recover_megatron.errors import (
+    ConfigError,
+    NoQuorum,
+    StopRequested,
+    TooFewReplicas,
+    Unrecoverable,
+)
 
+_STOPS = (
+    (TooFewReplicas, EXIT_TOO_FEW),
+    (Unrecoverable, EXIT_UNRECOVERABLE),
+    (StopRequested, EXIT_STOPPED),
+)
 PLATFORM_FLAG = "--recover-platform"
 
 
@@ -67,12 +79,9 @@ def _run_recovering(
     except ConfigError as error:
         _say(f"error: {error}", session)
         finish(session, EXIT_CONFIG)
-    except Unrecoverable as error:
+    except (Unrecoverable, StopRequested) as error:
         _say(f"stopped: {error}", session)
-        finish(session, EXIT_UNRECOVERABLE)
-    except StopRequested as error:
-        _say(f"stopped: {error}", session)
-        finish(session, EXIT_STOPPED)
+        finish(session, next(code for kind, code in _STOPS if isinstance(error, kind)))
     except NoQuorum as error:
         if session is not None and session.on_host is not None:
             session.on_host.had_no_quorum()

@@ -19,12 +19,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from recover_megatron.adapters.megatron.data import MicrobatchFeed, save_streams
 from recover_megatron.adapters.megatron.replicas import any_in_replica, check_replicas
 from recover_megatron.adapters.megatron.session import Session
 from recover_megatron.collectives.guard import OUT_OF_TIME, SIGNALLED
-from recover_megatron.errors import StopRequested, Unrecoverable
+from recover_megatron.errors import StopRequested, TooFewReplicas
 
 logger = logging.getLogger(__name__)
 
@@ -98,13 +99,14 @@ class Checkpoints:
     def _give_up(self, iteration: int, error: BaseException) -> None:
         session = self._session
         if session.position == 0:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             logger.warning(
                 "recover: no checkpoint of iteration %d: %s; training goes on, and the next save "
                 "is tried at its time",
                 iteration,
-                error,
+                reason,
             )
-            session.trace.emit("save_failed", iteration=iteration, reason=str(error))
+            session.trace.emit("save_failed", iteration=iteration, reason=reason)
 
     def _no_room(self, model: Any) -> OSError | None:
         """Why this rank could not write its part of a checkpoint, None if it can. Asked before the
@@ -143,7 +145,7 @@ class Checkpoints:
         afterwards: an error is noted, and told once all ranks have left the save."""
         try:
             return stock(*args, **more)
-        except Exception as error:  # noqa: BLE001  OSError, torch's CheckpointException, ...
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  the 2nd is no Exception
             self._failure = error
             if self._tracker is not None:
                 # So that Megatron does not delete the checkpoint before (--save-retain-interval).
@@ -195,7 +197,7 @@ class Checkpoints:
         self._check_replicas(bound["model"], iteration)
         live = session.driver.world.replicas
         if len(live) < config.min_replicas:
-            raise Unrecoverable(
+            raise TooFewReplicas(
                 f"only {len(live)} of {session.layout.replicas} replicas are left after iteration "
                 f"{iteration}, fewer than --recover-min-replicas {config.min_replicas}; "
                 + self._save_before_stop(bound)

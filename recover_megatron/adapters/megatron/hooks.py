@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from recover_megatron.adapters.megatron.arguments import add_recovery_arguments, refuse_unsupported
+from recover_megatron.adapters.megatron.arguments import (
+    add_recovery_arguments,
+    check_version,
+    refuse_unsupported,
+)
 from recover_megatron.adapters.megatron.checkpoints import Checkpoints
 from recover_megatron.adapters.megatron.data import EvaluationLoader, load_streams
 from recover_megatron.adapters.megatron.logs import Logs
@@ -52,7 +56,9 @@ class Hooks:
 
     def install(self) -> None:
         import megatron.core.pipeline_parallel.schedules as schedules
+        from megatron.core.package_info import __version__ as version
 
+        check_version(version, self._session.config.allow_untested_megatron)
         host, training, replace = self._host, self._host.training, self._replace
         run, keep, logs = self._schedules, self._checkpoints, self._logs
         replace(training, "get_forward_backward_func", run.get_forward_backward_func)  # A

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 EXIT_CONFIG = 2
 EXIT_UNRECOVERABLE = 3
 EXIT_STOPPED = 4
+EXIT_TOO_FEW = 5
 STOP_SIGNAL = signal.SIGUSR1  # mpirun hands it on to all ranks
 
 
