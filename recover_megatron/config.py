@@ -38,7 +38,8 @@ class RecoveryConfig:
     restart_command: str = _flag(
         "",
         "what the launcher runs, without a shell, if no replica or fewer than "
-        "--recover-min-replicas are left; the job's own launch line with --load, or `scontrol requeue JOB`",
+        "--recover-min-replicas are left: the job's own launch line with --load, or "
+        "`scontrol requeue JOB`",
     )
     allow_untested_megatron: bool = _flag(
         False, "try a version of Megatron that the hooks were not tried on"

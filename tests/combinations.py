@@ -85,11 +85,9 @@ COMBINATIONS = (
         victim="1.1",
     ),
     Combination(
-        "expert and tensor parallel, distributed optimizer",
+        "expert parallel, distributed optimizer",
         f"{_MOE} --expert-model-parallel-size 2 --use-distributed-optimizer",
-        tp=2,
         dp=2,
-        replicas=2,
         batch=12,
         stock_only=True,
     ),

@@ -17,7 +17,7 @@ from typing import Any
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools.run_record import RunRecord, missing_samples
 
-_LINE = re.compile(r"iteration\s+(\d+)/.*lm loss.*")
+_LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+) .*?lm loss value: ([-+.\dEe]+)")
 _NUMBER = r"([-+.\dEe]+)"
 

@@ -75,7 +75,7 @@ class Checkpoints:
         if self._feed.streams is not None and session.position == 0:
             save_streams(session.args.save, iteration, self._feed.streams)
         session.injector.enter("save")
-        self._failure, self._redirecting = None, True
+        self._failure, self._tracker, self._redirecting = None, None, True
         try:
             save()
         finally:
@@ -147,8 +147,7 @@ class Checkpoints:
             return stock(*args, **more)
         except (Exception, CheckpointException) as error:  # noqa: BLE001  the 2nd is no Exception
             self._failure = error
-            if self._tracker is not None:
-                # So that Megatron does not delete the checkpoint before (--save-retain-interval).
+            if self._tracker is not None:  # an asynchronous save
                 _unpublished(self._tracker).write_text(_NONE)
             return None
 
@@ -158,10 +157,11 @@ class Checkpoints:
         name = stock(*args, **more)
         if not self._redirecting or self._session.position or "://" in name:
             return name
-        self._tracker = Path(name)
-        copy = _unpublished(self._tracker)
-        if self._failure is None:
-            copy.write_text(_text(self._tracker) or _NONE)  # Megatron looks which was the last
+        copy = _unpublished(Path(name))
+        if self._tracker is None:
+            self._tracker = Path(name)
+            # Megatron looks which was the last (--save-retain-interval), and may delete it.
+            copy.write_text(_NONE if self._failure else _text(self._tracker) or _NONE)
         return str(copy)
 
     def _publish(self, iteration: int) -> None:
