@@ -75,8 +75,10 @@ def test_bfloat16_gradients_are_reduced_in_float32_on_the_host():
     gradients = GradientBuckets(fake_model(grad), bucket_bytes=1 << 20)
     gradients.stage_in()
     (bucket,) = gradients.buckets
+    bucket.ready()
     assert bucket.local.dtype == np.float32
     bucket.reduced[:] = bucket.local + 1
+    bucket.arrived()
     gradients.stage_out()
     assert grad.tolist() == [1, 2, 3, 4, 5, 6]
 

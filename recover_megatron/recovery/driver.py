@@ -148,11 +148,13 @@ class Driver:
 
     def _reduce(self, step: int | None, index: int, bucket: Bucket) -> machine.Event:
         self._probe.enter("sync", index)
+        bucket.ready()
         try:
             self._communicator.all_reduce(bucket.local, bucket.reduced)
         except ReplicaLost as lost:
             self._emit("sync_failed", iteration=step, bucket=index, reason=str(lost))
             return machine.ReduceFailed(index)
+        bucket.arrived()
         self._probe.leave("sync", index)
         return machine.Reduced(index)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Array = Any  # numpy.ndarray, one-dimensional, contiguous, on the host
+
+
+def _nothing() -> None: ...
 
 
 @dataclass(frozen=True)
@@ -16,10 +19,14 @@ class Bucket:
     local:   this replica's own sum, scaled by 1/B, *not* reduced. MPI only reads it, so it is the
              snapshot from which a failed reduction is done again, free of a copy.
     reduced: where the reduction arrives. Garbage until the agreement has said yes.
+    ready:   called before `local` is read or `reduced` is written, for a copy still on its way.
+    arrived: called when a reduction returned without an error; what it begins may be undone.
     """
 
     local: Array
     reduced: Array
+    ready: Callable[[], None] = _nothing
+    arrived: Callable[[], None] = _nothing
 
 
 class Snapshot:
@@ -33,6 +40,8 @@ class Snapshot:
     """
 
     def __init__(self, buckets: Sequence[Bucket]):
+        for bucket in buckets:
+            bucket.ready()
         self._kept = [bucket.local.copy() for bucket in buckets]
 
     @classmethod
@@ -46,4 +55,5 @@ class Snapshot:
     def add_back(self, buckets: Sequence[Bucket]) -> None:
         """local += kept, for the same buckets in the same order."""
         for bucket, kept in zip(buckets, self._kept, strict=True):
+            bucket.ready()
             bucket.local[:] += kept

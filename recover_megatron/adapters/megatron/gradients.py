@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from recover_megatron.adapters.megatron.staging import CudaDevice, Device, HostDevice, StagedPiece
 from recover_megatron.errors import InvariantViolation
 from recover_megatron.recovery.snapshot import Bucket
 
@@ -18,33 +19,45 @@ class GradientBuckets:
     Without `--overlap-grad-reduce`, and always on later pipeline stages, Megatron has one bucket
     per buffer, so the buffers are cut here into pieces of at most `bucket_bytes`.
 
-    A float32 view in host memory is its own local bucket (no copy). Any other (CUDA, bf16) has a
-    float32 host copy, pinned for CUDA; the device keeps nothing extra. That path has not been run
-    on a GPU.
+    A float32 view in host memory is its own local bucket (no copy). Any other is staged
+    (staging.py).
     """
 
-    def __init__(self, model: Sequence[Any], bucket_bytes: int):
+    def __init__(self, model: Sequence[Any], bucket_bytes: int, device: Device | None = None):
         pieces = max(1, bucket_bytes // 4)
         self._views = [p for view in _reduced_views(model) for p in view.split(pieces)]
-        self._hosts = [None if _is_host_float(view) else _host_copy(view) for view in self._views]
+        self._in_place: list[tuple[torch.Tensor, Bucket]] = []
+        self._staged: list[StagedPiece] = []
         self.buckets: list[Bucket] = []
-        for view, host in zip(self._views, self._hosts, strict=True):
-            local = (view if host is None else host).numpy()
-            self.buckets.append(Bucket(local, torch.empty(view.numel()).numpy()))
+        for view in self._views:
+            if _is_host_float(view) and device is None:
+                bucket = Bucket(view.numpy(), torch.empty(view.numel()).numpy())
+                self._in_place.append((view, bucket))
+            else:
+                device = device or (CudaDevice() if view.is_cuda else HostDevice())
+                piece = StagedPiece(view, device)
+                bucket = Bucket(piece.local, piece.reduced, piece.ready, piece.arrived)
+                self._staged.append(piece)
+            self.buckets.append(bucket)
 
     def make_nan(self) -> None:
         """Fault injection: one value of the local gradient becomes NaN."""
         self._views[0][0] = torch.nan
 
+    def before_compute(self) -> None:
+        """Before anything computes on the gradient's memory."""
+        for piece in self._staged:
+            piece.before_compute()
+
     def stage_in(self) -> None:
-        """Device to host: after a backward pass, before a reduction."""
-        for view, host in zip(self._views, self._hosts, strict=True):
-            if host is not None:
-                host.copy_(view)
+        """After a backward pass, before a reduction."""
+        for piece in self._staged:
+            piece.stage_in()
 
     def stage_out(self) -> None:
-        """Reduced buckets into Megatron's buffers. After the agreement only."""
-        for view, bucket in zip(self._views, self.buckets, strict=True):
+        """The reduced buckets are in Megatron's buffers afterwards. After the agreement only."""
+        self.before_compute()
+        for view, bucket in self._in_place:
             view.copy_(torch.from_numpy(bucket.reduced))
 
 
@@ -68,8 +81,3 @@ def _reduced_views(model: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 def _is_host_float(view: torch.Tensor) -> bool:
     return view.device.type == "cpu" and view.dtype == torch.float32
-
-
-def _host_copy(view: torch.Tensor) -> torch.Tensor:
-    pinned = view.device.type == "cuda"
-    return torch.empty(view.numel(), dtype=torch.float32, pin_memory=pinned)

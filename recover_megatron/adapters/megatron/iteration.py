@@ -54,6 +54,7 @@ class Iteration:
         if not microbatches:
             return
         kept = Snapshot(self._gradients.buckets) if self._started else None
+        self._gradients.before_compute()
         if kept is not None:
             for chunk in self._model:
                 chunk.zero_grad_buffer()
@@ -71,6 +72,8 @@ class Iteration:
         self.statistics.add(losses, tokens, count)
 
     def _finite(self, losses: Losses) -> bool:
+        for bucket in self._gradients.buckets:
+            bucket.ready()
         return all(np.isfinite(bucket.local).all() for bucket in self._gradients.buckets) and all(
             bool(value.isfinite().all()) for loss in losses for value in loss.values()
         )
