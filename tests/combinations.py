@@ -33,6 +33,10 @@ class Combination:
     weights: float = 2e-4
     stock_only: bool = False  # our pretrain.py does not know the flags
 
+    @property
+    def id(self) -> str:
+        return self.name.replace(" ", "-")
+
     def job(self, data_prefix: str, script: str, *extra: str) -> Rehearsal:
         return Rehearsal(
             data_prefix,
@@ -105,4 +109,12 @@ COMBINATIONS = (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         stock_only=True,
     ),
+)
+
+# What --recover leaves to the replica, but no CPU can run (name, reason).
+NOT_ON_A_CPU = (
+    ("context parallel", "needs transformer-engine's attention"),
+    ("sequence parallel", "needs transformer-engine or apex"),
+    ("experts with tensor parallel", "needs sequence parallel"),
+    ("fp8", "needs transformer-engine"),
 )

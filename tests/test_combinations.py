@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 OPTIONS = ("--recover-bucket-mb", "0.05", "--recover-check-replicas-interval", "1")
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: c.name.replace(" ", "-"))
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: c.id)
 def test_killed_in_the_all_reduce(
     run, tmp_path, data_prefix, script, combination: Combination, record_property
 ):

@@ -110,6 +110,8 @@ class Rehearsal:
         recovery = ["--recover", "--recover-trace-dir", str(run_dir), *flags]
         if self.dp > 1:
             recovery += ["--recover-intra-replica-dp", str(self.dp)]
+        if self.script != SCRIPT:
+            recovery.append("--recover-allow-untested-megatron")
         return [*command, "--replicas", str(replicas), "--", self.script, *self.flags, *recovery]
 
 
