@@ -57,8 +57,8 @@ def read(results: Path) -> dict[tuple[str, str], dict[str, str]]:
 
 def table(found: dict[tuple[str, str], dict[str, str]], where: str) -> str:
     lines = [
-        "| inside a replica | our `pretrain.py` | stock `pretrain_gpt.py` | largest difference of the "
-        "loss | of a number in the checkpoint |",
+        "| inside a replica | our `pretrain.py` | stock `pretrain_gpt.py` | largest difference "
+        "of the loss | of a number in the checkpoint |",
         "|---|---|---|---|---|",
     ]
     for combination in COMBINATIONS:
