@@ -24,7 +24,7 @@ class Combination:
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    replicas: int = 3
+    replicas: int = 2
     layers: int = 2
     batch: int = 6
     drop: str = ""  # flags of the rehearsal to leave out
@@ -54,11 +54,12 @@ class Combination:
 
 COMBINATIONS = (
     Combination("tensor parallel", tp=2),
-    Combination("pipeline parallel", pp=2, victim="1.1"),
+    Combination("pipeline parallel", pp=2, replicas=3, victim="1.1"),
     Combination(
         "interleaved pipeline",
         "--num-layers-per-virtual-pipeline-stage 1",
         pp=2,
+        replicas=3,
         layers=4,
         victim="1.1",
     ),

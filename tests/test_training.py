@@ -167,15 +167,6 @@ def test_versatile_streams_go_on_from_a_checkpoint(versatile, run, tmp_path, dat
             assert 7 in after  # where the lost replica's stream stood
 
 
-def test_distributed_optimizer_and_per_token_loss_inside_a_replica(train, data_prefix, script):
-    extra = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--calculate-per-token-loss")
-    job = Rehearsal(data_prefix, 5, 12, dp=2, script=script, extra=extra)
-    plain = train.plain(job)
-    log, record = train.recovered(job, 3, "--recover-inject", "0.1@3:sync.0")
-    assert_same_training(log, plain)
-    assert record.survivors == [1, 2]
-
-
 def test_too_few_replicas_leave_a_checkpoint_from_which_fewer_go_on(
     train, run, tmp_path, data_prefix, script
 ):

@@ -44,6 +44,14 @@ def add_recovery_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     return parser
 
 
+def recovery_flags() -> list[str]:
+    """All `--recover*` flags."""
+    return [
+        "--recover",
+        *(flag_name(field.name) for field in fields(RecoveryConfig) if "help" in field.metadata),
+    ]
+
+
 def recovery_config(args: argparse.Namespace) -> RecoveryConfig:
     """Raises ConfigError if a value is out of range."""
     values = {

@@ -1,0 +1,41 @@
+"""The pages name what is there: messages of the code, files, flags."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.adapters.megatron.arguments import recovery_flags
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("patches/*.md")])
+
+
+def literals() -> str:
+    """All string literals of the package, adjacent ones joined as Python joins them."""
+    source = "\n".join(p.read_text() for p in (ROOT / "recover_megatron").rglob("*.py"))
+    return re.sub(r'"\s*\n\s*f?"', "", source)
+
+
+def test_each_message_in_troubleshooting_is_in_the_code():
+    text, code = (ROOT / "docs" / "troubleshooting.md").read_text(), literals()
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) > 20
+    for row in rows:
+        for message in re.findall(r"`([^`]+)`", row):
+            assert message in code, message
+
+
+def test_each_flag_is_described():
+    text = (ROOT / "docs" / "flags.md").read_text()
+    for flag in recovery_flags():
+        assert f"`{flag}" in text, flag
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
