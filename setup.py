@@ -28,6 +28,7 @@ setup(
             "hypothesis>=6.100,<7",
             "ruff==0.17.6",
             "mypy==2.4.1",
+            "tensorboard>=2.18,<3",
         ],
         # GPU only. NVIDIA apex is not on PyPI (the package "apex" there is another program);
         # build it from https://github.com/NVIDIA/apex where you want its fused kernels.

@@ -62,7 +62,8 @@ _STARTED = time.monotonic()
 
 def initialize(args: argparse.Namespace) -> None:
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    # Several replicas may share a GPU (scripts/gpu_check.sh).
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.distributed.init_process_group(
         backend=args.distributed_backend,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
@@ -584,6 +585,8 @@ def main() -> None:
     chunks = [build_train_valid_test_data_loaders(args, chunk.vp_stage) for chunk in model]
     train_data, valid_data = chunks[0] if len(model) == 1 else map(list, zip(*chunks, strict=True))
     train(args, train_data, valid_data, model, optimizer, scheduler)
+    if torch.cuda.is_available():
+        print_rank_last(f"peak device memory: {torch.cuda.max_memory_allocated()} bytes")
     torch.distributed.barrier()
 
 

@@ -37,6 +37,7 @@ class Rehearsal:
     script: str = SCRIPT
     extra: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()  # names of flags below to leave out
+    platform: str = "cpu"
 
     @property
     def ranks_per_replica(self) -> int:
@@ -96,7 +97,7 @@ class Rehearsal:
         kept = {name: value for name, value in values.items() if name not in self.drop}
         words = [word for name, v in kept.items() for word in (f"--{name}", str(v))]
         words += [f"--{name}" for name in switches if name not in self.drop]
-        return [*words, "--recover-platform", "cpu", *self.extra]
+        return [*words, "--recover-platform", self.platform, *self.extra]
 
     def plain(self, data_parallel: int = 1) -> list[str]:
         """Plain Megatron data parallelism over gloo, without recovery."""
