@@ -85,7 +85,8 @@ class Rehearsal:
             "split": "98,1,1",
             "seed": 1234,
             "tokenizer-type": "NullTokenizer",
-            "vocab-size": prepare_data.BYTE_VOCAB,
+            # One more than needed before core_v0.19, and padded to the same size.
+            "vocab-size": prepare_data.BYTE_VOCAB + 1,
             "make-vocab-size-divisible-by": 64,
             "data-path": self.data_prefix,
         }
