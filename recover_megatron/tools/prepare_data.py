@@ -82,7 +82,7 @@ def write_dataset(
 
 def _tokenizer(path: str | None) -> tuple[Encode, int, int, type]:
     """Encoder, end-of-document id, --vocab-size for Megatron's NullTokenizer (whose own
-    end-of-document id is that number; from core_v0.19 on one less), and the dtype of the ids on disk."""
+    end-of-document id is that number; from core_v0.19 on one less), and the ids' dtype on disk."""
     if path is None:
         return _encode_bytes, BYTE_VOCAB, BYTE_VOCAB, np.uint16
     from tokenizers import Tokenizer

@@ -80,6 +80,13 @@ class Hooks:
         replace(host.writers, "_set_tensorboard_writer", logs.set_tensorboard_writer)
         if hasattr(host.writers, "_set_wandb_writer"):
             replace(host.writers, "_set_wandb_writer", logs.set_wandb_writer)
+        for name in (
+            "append_to_progress_log",
+            "compute_throughputs_and_append_to_progress_log",
+        ):
+            for module in (training, host.checkpointing):
+                if hasattr(module, name):
+                    replace(module, name, logs.only_by_leader)
         if self._session.injector.plans("backward"):
             replace(schedules, "backward_step", run.backward_step)
         if self._session.injector.plans("optimizer"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -100,12 +101,9 @@ class Logs:
             "repair time (ms)": round(1000 * (driver.repair_s - self._repair_s), 1),
         }
         self._suffix = "".join(f" {name}: {value} |" for name, value in live.items())
-        own = getattr(settings, "world_size", None)
-        settings.world_size = len(world.replicas) * session.layout.ranks_per_replica
-        try:
+        with self._whole_job():
             result = stock(*args, **more)
-        finally:
-            settings.world_size, self._suffix = own, ""
+        self._suffix = ""
         if iteration % settings.log_interval == 0:
             self._repair_s = driver.repair_s
         if iteration % getattr(settings, "tensorboard_log_interval", 1) == 0:
@@ -113,6 +111,25 @@ class Logs:
         for writer in self._open():
             writer.end_log()
         return result
+
+    def only_by_leader(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """Around a function that all ranks of a replica call and that writes to one file."""
+        if not self._session.leading:
+            return None
+        with self._whole_job():
+            return stock(*args, **more)
+
+    @contextlib.contextmanager
+    def _whole_job(self) -> Iterator[None]:
+        """Megatron divides by args.world_size to get numbers per GPU: here by all live ones."""
+        settings, layout = self._session.args, self._session.layout
+        own = getattr(settings, "world_size", None)
+        live = self._session.driver.world.replicas
+        settings.world_size = len(live) * layout.ranks_per_replica
+        try:
+            yield
+        finally:
+            settings.world_size = own
 
     def print_rank_last(self, stock: Callable[..., Any], message: str, *more: Any) -> Any:
         return stock(message + self._suffix, *more)

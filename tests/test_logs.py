@@ -1,0 +1,82 @@
+"""The writer that stands in for TensorBoard's and W&B's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock, call
+
+from recover_megatron.adapters.megatron.logs import LeadersWriter, Logs
+from recover_megatron.world import World
+
+
+def logged(writer: LeadersWriter, iteration: int) -> None:
+    writer.begin_log()
+    writer.add_scalar("loss", 10 - iteration, iteration)
+    writer.end_log()
+
+
+def test_the_leader_writes_through_and_flushes():
+    real = MagicMock()
+    writer = LeadersWriter(lambda: real)
+    writer.lead()
+    logged(writer, 1)
+    assert real.mock_calls == [call.flush(), call.add_scalar("loss", 9, 1), call.flush()]
+
+
+def test_the_next_leader_writes_what_the_last_one_may_not_have_written():
+    real = MagicMock()
+    writer = LeadersWriter(lambda: real)
+    for iteration in (1, 2, 3):
+        logged(writer, iteration)
+    assert real.mock_calls == []
+    writer.lead()
+    logged(writer, 4)
+    assert [c.args[2] for c in real.add_scalar.mock_calls] == [2, 3, 4]
+
+
+def test_attributes_of_the_writer_can_be_called():
+    real = MagicMock()
+    writer = LeadersWriter(lambda: real)
+    writer.config.update({"job": 1})
+    writer.lead()
+    real.config.update.assert_called_once_with({"job": 1})
+
+
+def test_a_writer_that_could_not_be_opened_is_silent():
+    writer = LeadersWriter(lambda: None)
+    writer.lead()
+    logged(writer, 1)
+
+
+def test_wandb_is_opened_by_each_leader_in_turn_for_the_same_run(monkeypatch):
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    monkeypatch.delenv("WANDB_RESUME", raising=False)
+    opened = []
+
+    def replica(number: int, leading: bool):
+        on_repair = []
+        driver = SimpleNamespace(world=World(0, (0, 1)), repair_s=0.0, on_repair=on_repair.append)
+        session = SimpleNamespace(
+            driver=driver, leading=leading, config=SimpleNamespace(trace_dir="runs/a b")
+        )
+        writers = SimpleNamespace(_GLOBAL_WANDB_WRITER=None)
+
+        def stock(args):
+            import os
+
+            opened.append((number, os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]))
+            writers._GLOBAL_WANDB_WRITER = MagicMock()
+
+        logs = Logs(session, writers)
+        logs.set_wandb_writer(stock, SimpleNamespace(wandb_project="p", rank=0, world_size=1))
+        return session, writers, on_repair
+
+    replica(0, leading=True)
+    session, writers, on_repair = replica(1, leading=False)
+    assert opened == [(0, "a-b", "allow")]
+    assert isinstance(writers._GLOBAL_WANDB_WRITER, LeadersWriter)
+    session.leading = True
+    for callback in on_repair:
+        callback(World(1, (1,)))
+    assert opened == [(0, "a-b", "allow"), (1, "a-b", "allow")]
+    assert isinstance(writers._GLOBAL_WANDB_WRITER, LeadersWriter)
