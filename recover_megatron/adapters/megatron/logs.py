@@ -101,7 +101,7 @@ class Logs:
             "repair time (ms)": round(1000 * (driver.repair_s - self._repair_s), 1),
         }
         self._suffix = "".join(f" {name}: {value} |" for name, value in live.items())
-        with self._whole_job():
+        with self._of_job(len(world.replicas)):
             result = stock(*args, **more)
         self._suffix = ""
         if iteration % settings.log_interval == 0:
@@ -113,19 +113,20 @@ class Logs:
         return result
 
     def only_by_leader(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        """Around a function that all ranks of a replica call and that writes to one file."""
+        """Around a function that all ranks of a replica call and that writes to progress.txt, whose
+        lines Megatron reads again by the number of GPUs that the job was started with."""
         if not self._session.leading:
             return None
-        with self._whole_job():
+        with self._of_job(self._session.layout.replicas):
             return stock(*args, **more)
 
     @contextlib.contextmanager
-    def _whole_job(self) -> Iterator[None]:
-        """Megatron divides by args.world_size to get numbers per GPU: here by all live ones."""
-        settings, layout = self._session.args, self._session.layout
+    def _of_job(self, replicas: int) -> Iterator[None]:
+        """Megatron divides by args.world_size to get numbers per GPU: here by those of `replicas`
+        replicas, not of one."""
+        settings = self._session.args
         own = getattr(settings, "world_size", None)
-        live = self._session.driver.world.replicas
-        settings.world_size = len(live) * layout.ranks_per_replica
+        settings.world_size = replicas * self._session.layout.ranks_per_replica
         try:
             yield
         finally:
