@@ -77,8 +77,7 @@ class RecoveryConfig:
     settle_limit_s: float = 10.0
     # How often, and how many times, survivors that are no majority look for proof that the others
     # are dead before they give up. Counted, not timed, so that all come to the same end. Longer
-    # than it takes until a rank that hangs inside MPI is ended (watchdog.MPI_LIMIT_S) after its
-    # peers have taken it for dead (tools/launch.py, mpi_ft_detector_timeout).
+    # than it takes until mpirun or a witness knows that a process has ended.
     proof_poll_s: float = 0.25
     proof_polls: int = 80
     # The least that a measured hang time-out can be.

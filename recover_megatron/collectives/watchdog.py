@@ -1,7 +1,10 @@
-"""The watchdog: a small process beside each rank that ends it when it makes no progress.
+"""The watchdog: a small process beside each rank that ends it when it makes no progress, and that
+ends what the rank has started when the rank is gone.
 
 It is a process and not a thread, so that it also ends a rank whose training thread holds Python's
-lock, or that is stopped as a whole (SIGSTOP). Peers see a hung rank as a dead replica then.
+lock, or that is stopped as a whole (SIGSTOP). Peers see a hung rank as a dead replica then. Helper
+processes (Megatron's checkpoint writer has one of 200 MB in each rank) do not notice that their
+rank was killed or left by os._exit, and would stay for ever.
 
 The rank writes the moments until which the next signs of progress must come into a shared page, one
 for each thing that is watched; zero means that none is expected. This file is also the watchdog's
@@ -10,7 +13,9 @@ program, run as `python -I -S watchdog.py FD PID TRACE`: standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import glob
 import json
 import math
 import mmap
@@ -22,11 +27,11 @@ import sys
 import time
 
 POLL_S = 0.2
+HELPERS_EVERY = 5  # polls
 STACK_LIMIT_S = 3.0
 STACK_SIGNAL = signal.SIGUSR2  # faulthandler answers without Python's lock
-# What is watched, as it is named when it ends the rank. The second and third are what MPI's own
-# heartbeat asks of a rank (tools/launch.py): its peers take it for dead before it is ended here.
-# They also end a rank that hangs inside Open MPI (docs/log.md), for which mpirun would wait.
+# What is watched, as it is named when it ends the rank. The second and third end a rank that hangs
+# inside Open MPI (docs/log.md), for which mpirun would wait.
 _WATCHED = (
     "no progress of its own",
     "its watcher thread does not run: stuck in Open MPI, or Python's lock is held",
@@ -35,6 +40,8 @@ _WATCHED = (
 _OWN, _WATCHER, _CALL = range(len(_WATCHED))
 _FORMAT = f"{len(_WATCHED)}d"
 MPI_LIMIT_S = 30.0
+# Until the first iteration has been computed: imports from a slow file system hold Python's lock.
+START_LIMIT_S = 300.0
 
 
 class Watchdog:
@@ -106,15 +113,19 @@ class Watchdog:
         self._write(_OWN, 0.0)
 
     def watcher_runs(self) -> None:
-        """By the watcher thread, each time that it has looked at MPI; again within MPI_LIMIT_S."""
-        self._write(_WATCHER, time.monotonic() + MPI_LIMIT_S)
+        """By the watcher thread, each time that it has looked at MPI; again within MPI_LIMIT_S
+        (START_LIMIT_S at first)."""
+        self._write(_WATCHER, self._mpi_limit())
 
     def watcher_ends(self) -> None:
         self._write(_WATCHER, 0.0)
 
     def calls_mpi(self) -> None:
         """By the training thread before a call that must return at once; `called_mpi` after it."""
-        self._write(_CALL, time.monotonic() + MPI_LIMIT_S)
+        self._write(_CALL, self._mpi_limit())
+
+    def _mpi_limit(self) -> float:
+        return time.monotonic() + (MPI_LIMIT_S if self._settled else START_LIMIT_S)
 
     def called_mpi(self) -> None:
         self._write(_CALL, 0.0)
@@ -140,7 +151,12 @@ def watch(fd: int, pid: int, trace_path: str) -> None:
     page = mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
     known = struct.unpack_from(_FORMAT, page, 0)
     grace, woke = [0.0] * len(_WATCHED), time.monotonic()
+    helpers: dict[int, str] = {}
+    polls = 0
     while os.getppid() == pid:
+        if polls % HELPERS_EVERY == 0:
+            helpers = helpers_of(pid)
+        polls += 1
         time.sleep(POLL_S)
         now = time.monotonic()
         # Time in which this process did not run, the rank may not have run either.
@@ -150,9 +166,43 @@ def watch(fd: int, pid: int, trace_path: str) -> None:
         for what, deadline in enumerate(deadlines):
             grace[what] = grace[what] + missed if deadline == known[what] else 0.0
             if deadline and now > deadline + grace[what]:
+                helpers = helpers_of(pid)
                 _end(pid, trace_path, _WATCHED[what])
+                _end_helpers(helpers)
                 return
         known = deadlines
+    _end_helpers(helpers)
+
+
+def helpers_of(pid: int) -> dict[int, str]:
+    """The processes that `pid` and its helpers have started, but for this one, with the moment at
+    which each was started."""
+    found: dict[int, str] = {}
+    for children in glob.glob(f"/proc/{pid}/task/*/children"):
+        for child in map(int, _read(children).split()):
+            if child != os.getpid():
+                found |= {child: _started(child)} | helpers_of(child)
+    return found
+
+
+def _end_helpers(helpers: dict[int, str]) -> None:
+    for pid, started in helpers.items():
+        if started and _started(pid) == started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _started(pid: int) -> str:
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if fields else ""
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def _end(pid: int, trace_path: str, why: str) -> None:

@@ -35,7 +35,9 @@ from recover_megatron.trace import read_traces
 EXIT_NOBODY = 1  # no replica reached the end
 
 # ulfm.md, section 0. A rank that makes no MPI progress for the detector's time-out is declared
-# dead, so it must outlast any time for which a healthy rank holds Python's GIL.
+# dead, so it must outlast any time for which a healthy rank holds Python's GIL (imports at the
+# start). It is the last resort: processes that end are seen at once, silent hosts by witnesses, and
+# hung ranks by their watchdogs.
 MPI_SETTINGS = (
     ("pml", "ob1"),
     ("btl", "tcp,self,sm"),
@@ -47,8 +49,8 @@ MPI_SETTINGS = (
     # the rank hangs for ever (docs/log.md).
     ("mpi_add_procs_cutoff", "1000000"),
     ("mpi_ft_detector", "1"),
-    ("mpi_ft_detector_period", "2"),
-    ("mpi_ft_detector_timeout", "20"),
+    ("mpi_ft_detector_period", "10"),
+    ("mpi_ft_detector_timeout", "300"),
     ("mpi_ft_propagator_with_rbcast", "1"),
 )
 

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{args.output_prefix}.bin/.idx: {count} documents, {tokens} tokens; train with "
         f"--data-path {args.output_prefix} --tokenizer-type NullTokenizer --vocab-size {vocab_size}"
-        f" ({vocab_size + 1} from core_v0.19 on, which counts the end of a document)"
+        f" ({vocab_size + 1} from core_v0.18 on, which counts the end of a document)"
     )
     return 0
 
@@ -82,7 +82,7 @@ def write_dataset(
 
 def _tokenizer(path: str | None) -> tuple[Encode, int, int, type]:
     """Encoder, end-of-document id, --vocab-size for Megatron's NullTokenizer (whose own
-    end-of-document id is that number; from core_v0.19 on one less), and the ids' dtype on disk."""
+    end-of-document id is that number; from core_v0.18 on one less), and the ids' dtype on disk."""
     if path is None:
         return _encode_bytes, BYTE_VOCAB, BYTE_VOCAB, np.uint16
     from tokenizers import Tokenizer

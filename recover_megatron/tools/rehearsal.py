@@ -85,7 +85,7 @@ class Rehearsal:
             "split": "98,1,1",
             "seed": 1234,
             "tokenizer-type": "NullTokenizer",
-            # One more than before core_v0.19, and padded to the same size.
+            # One more than before core_v0.18, and padded to the same size.
             "vocab-size": prepare_data.BYTE_VOCAB + 1,
             "make-vocab-size-divisible-by": 64,
             "data-path": self.data_prefix,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -84,6 +85,9 @@ class Session:
             self.console.close()
         sys.stdout.flush()
         sys.stderr.flush()
+        with contextlib.suppress(Exception):
+            # Not public, but what Python itself runs at an exit: helper processes end.
+            multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
         if self.leading and self.position == 0 and self.config.trace_dir:
             write_exit_code(self.config.trace_dir, code)
         if self.on_host is not None:
