@@ -9,6 +9,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["recover_megatron", "recover_megatron.*"]),
+    package_data={"recover_megatron.tools": ["report.html"]},
     install_requires=[
         "torch==2.13.0",
         "megatron-core==0.16.1",
@@ -17,6 +18,7 @@ setup(
         "numpy>=2,<3",
         "matplotlib>=3.9,<4",
         "rich>=14,<16",
+        "jinja2>=3.1,<4",
         "tokenizers>=0.21,<0.24",
         "psutil>=6,<8",  # megatron-core's checkpoint writer hangs without it
         "typing-extensions>=4.12",

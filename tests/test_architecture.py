@@ -29,8 +29,9 @@ OWNERS = {  # outside library -> the only places that may import it
     "mpi4py": {"collectives/ulfm.py"},
     "megatron": {"adapters/megatron/", "pretrain.py", "tools/prepare_data.py"},
     "torch": {"adapters/megatron/", "pretrain.py", "pretrain_arguments.py", "tools/launch.py"},
-    "matplotlib": {"tools/compare.py"},
-    "rich": {"tools/doctor.py"},
+    "matplotlib": {"tools/compare.py", "tools/report.py"},
+    "jinja2": {"tools/report.py"},
+    "rich": {"tools/doctor.py", "tools/status.py"},
     "tokenizers": {"tools/prepare_data.py"},
 }
 PURE = ["recovery/machine.py", *(f"workload/{n}.py" for n in ("assignment", "policy", "samples"))]

@@ -63,6 +63,13 @@ class Schedules:
         if self._gradients is None:
             self._gradients = GradientBuckets(model, session.config.bucket_bytes)
             session.injector.make_nan = self._gradients.make_nan
+            session.trace.emit(
+                "training",
+                train_iters=args.train_iters,
+                tokens_per_sample=call["seq_length"],
+                samples_per_microbatch=call["micro_batch_size"] * args.data_parallel_size,
+                policy=session.config.policy,
+            )
         self._microbatches = microbatches = call["num_microbatches"]
         self._forwards = self._backwards = 0
         number = args.curr_iteration + 1  # as Megatron logs it
