@@ -19,6 +19,7 @@ setup(
         "matplotlib>=3.9,<4",
         "rich>=14,<16",
         "jinja2>=3.1,<4",
+        "pyyaml>=6,<7",
         "tokenizers>=0.21,<0.24",
         "psutil>=6,<8",  # megatron-core's checkpoint writer hangs without it
         "typing-extensions>=4.12",
@@ -31,6 +32,7 @@ setup(
             "ruff==0.17.6",
             "mypy==2.4.1",
             "tensorboard>=2.18,<3",
+            "types-PyYAML",
         ],
         # GPU only. NVIDIA apex is not on PyPI (the package "apex" there is another program);
         # build it from https://github.com/NVIDIA/apex where you want its fused kernels.

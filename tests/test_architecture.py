@@ -31,6 +31,7 @@ OWNERS = {  # outside library -> the only places that may import it
     "torch": {"adapters/megatron/", "pretrain.py", "pretrain_arguments.py", "tools/launch.py"},
     "matplotlib": {"tools/compare.py", "tools/report.py"},
     "jinja2": {"tools/report.py"},
+    "yaml": {"tools/run_config.py"},
     "rich": {"tools/doctor.py", "tools/status.py"},
     "tokenizers": {"tools/prepare_data.py"},
 }

@@ -29,6 +29,8 @@ from recover_megatron.tools.launch_hosts import (
     parse_hosts,
     placement,
 )
+from recover_megatron.tools.model_size import model_size
+from recover_megatron.tools.run_config import RunConfig, check_flags, load
 from recover_megatron.tools.stall import StallReport
 from recover_megatron.trace import read_traces
 
@@ -56,6 +58,16 @@ MPI_SETTINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="a run as YAML (configs/) instead of -- SCRIPT"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a key or flag of the config; may be repeated",
+    )
     parser.add_argument(
         "--replicas", type=int, help="default: as many as this machine's GPUs allow"
     )
@@ -87,6 +99,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
+    config = _config(args, script)
+    if config is not None:
+        script = config.words
     script, trace_dir = _with_trace_dir(script)
     job = _read(script)
     replicas = args.replicas if args.replicas is not None else _replicas_for_gpus(job)
@@ -104,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
             f"# {replicas} replicas x {job.ranks_per_replica} ranks; B = {job.microbatches} "
             f"microbatches of {job.samples_per_microbatch} samples; run folder {trace_dir}"
         )
+        if config is not None and (size := model_size(config.flags)) is not None:
+            print(f"# {size}")
         return 0
     Path(trace_dir).mkdir(parents=True, exist_ok=True)
     marker = Path(trace_dir) / "exit_code"
@@ -134,6 +151,28 @@ def _restart(command: str, code: int, run_dir: Path) -> int:
     except OSError as error:
         print(f"recover-megatron launch: error: {command}: {error}", file=sys.stderr)
         return code
+
+
+def _config(args: argparse.Namespace, script: Sequence[str]) -> RunConfig | None:
+    """The run of `--config`; its other keys stand for the launcher's flags that are not given."""
+    if args.config is None:
+        if args.set:
+            raise ConfigError("--set changes a --config FILE, and there is none")
+        return None
+    if script:
+        raise ConfigError(f"give --config or a script, not both: {script[0]}")
+    config = load(args.config, args.set)
+    if not Path(config.script).is_file():
+        raise ConfigError(
+            f"--config {args.config}: there is no script {config.script} here; run it in the "
+            "Megatron-LM checkout, or --set script=/path/to/pretrain_gpt.py"
+        )
+    check_flags(config)
+    args.replicas = config.replicas if args.replicas is None else args.replicas
+    args.hosts = args.hosts or config.hosts
+    for name, value in config.environment.items():
+        os.environ.setdefault(name, value)
+    return config
 
 
 def _start(

@@ -130,7 +130,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[str, list[str], str]:
     return rest[0], rest[1:], platform
 
 
-def _is_ours(script: str) -> bool:
+def is_ours(script: str) -> bool:
     ours = importlib.util.find_spec("recover_megatron.pretrain")
     return ours is not None and ours.origin is not None and os.path.samefile(script, ours.origin)
 
@@ -141,7 +141,7 @@ def _platform(script: str, platform: str) -> None:
 
         cpu.install_torch()
         cpu.install_core()
-        if not _is_ours(script):
+        if not is_ours(script):
             _import_training(script)
             cpu.install_training()
 
@@ -161,7 +161,7 @@ def _import_training(script: str) -> Any:
 def _host(script: str) -> Any:
     from recover_megatron.adapters.megatron.hooks import Host
 
-    if _is_ours(script):
+    if is_ours(script):
         ours = importlib.import_module("recover_megatron.pretrain")
         arguments = importlib.import_module("recover_megatron.pretrain_arguments")
         return Host(ours, arguments, (arguments,), ours, ours)

@@ -1,0 +1,37 @@
+"""Prints the flags of a training script's Megatron as JSON, each with whether it is a switch.
+
+    python -m recover_megatron.adapters.megatron.known_flags pretrain_gpt.py
+
+Needs no GPU: the CPU platform stands in for what Megatron looks for when it is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import warnings
+
+from recover_megatron.adapters.megatron import cpu
+from recover_megatron.adapters.megatron.arguments import add_recovery_arguments
+from recover_megatron.adapters.megatron.bootstrap import PLATFORM_FLAG, is_ours
+
+
+def main(script: str) -> None:
+    warnings.simplefilter("ignore")
+    if is_ours(script):
+        arguments = importlib.import_module("recover_megatron.pretrain_arguments")
+    else:
+        cpu.install_torch()
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        arguments = importlib.import_module("megatron.training.arguments")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_recovery_arguments(arguments.add_megatron_arguments(parser))
+    known = {o: a.nargs == 0 for a in parser._actions for o in a.option_strings}
+    print(json.dumps({**known, PLATFORM_FLAG: False}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
