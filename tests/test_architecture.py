@@ -32,7 +32,7 @@ OWNERS = {  # outside library -> the only places that may import it
     "matplotlib": {"tools/compare.py", "tools/report.py"},
     "jinja2": {"tools/report.py"},
     "yaml": {"tools/run_config.py"},
-    "rich": {"tools/doctor.py", "tools/status.py"},
+    "rich": {"tools/doctor.py", "tools/prepare_c4.py", "tools/status.py"},
     "tokenizers": {"tools/prepare_data.py"},
 }
 PURE = ["recovery/machine.py", *(f"workload/{n}.py" for n in ("assignment", "policy", "samples"))]

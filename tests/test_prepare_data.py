@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,3 +85,69 @@ def test_missing_input_and_tokenizer_are_named(tmp_path, capsys):
     arguments = ("--tokenizer", "/nowhere/t.json", "--output-prefix", tmp_path / "o")
     assert prepare(tmp_path / "t.txt", *arguments) == 2
     assert "not a readable tokenizer.json" in capsys.readouterr().err
+
+
+# --- C4 ------------------------------------------------------------------------------------------
+
+
+def shards(folder: Path, count: int = 3) -> list[Path]:
+    """Files in C4's own format."""
+    files = []
+    for k in range(count):
+        files.append(folder / f"c4-train.{k:05d}-of-01024.json.gz")
+        with gzip.open(files[-1], "wt") as lines:
+            for i in range(5):
+                text = {"text": f"document {k}.{i}", "timestamp": "2019-04-25", "url": "http://x"}
+                lines.write(json.dumps(text) + "\n")
+    return files
+
+
+def c4(folder: Path, files: list[Path], *more, workers: int = 1) -> int:
+    words = ["prepare-c4", *files, "--output-prefix", folder / "c4", "--workers", workers, *more]
+    return cli.main([str(word) for word in words])
+
+
+def test_c4_becomes_one_dataset_in_the_files_order(tmp_path, capsys):
+    files = shards(tmp_path)
+    assert c4(tmp_path, list(reversed(files)), workers=2) == 0
+    expected = [[*f"document {k}.{i}".encode(), 256] for k in range(3) for i in range(5)]
+    assert read(tmp_path / "c4") == expected
+    assert "15 documents" in capsys.readouterr().out
+
+
+def test_an_interrupted_c4_goes_on_where_it_was(tmp_path):
+    files = shards(tmp_path)
+    assert c4(tmp_path, files[:2]) == 0
+    made = tmp_path / "c4.shards"
+    before = {p.name: p.stat().st_mtime_ns for p in made.glob("*.bin")}
+    (made / "c4-train.00001-of-01024.json").unlink()  # killed before its note was written
+    assert c4(tmp_path, files) == 0
+    after = {p.name: p.stat().st_mtime_ns for p in made.glob("*.bin")}
+    assert after["c4-train.00000-of-01024.bin"] == before["c4-train.00000-of-01024.bin"]
+    assert after["c4-train.00001-of-01024.bin"] != before["c4-train.00001-of-01024.bin"]
+    assert len(read(tmp_path / "c4")) == 15
+
+
+def test_a_broken_file_of_c4_is_named_and_the_others_are_kept(tmp_path, capsys):
+    files = shards(tmp_path)
+    whole = files[1].read_bytes()
+    files[1].write_bytes(whole[: len(whole) // 2])
+    assert c4(tmp_path, files) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"{files[1].name}: broken after line" in error
+    assert "1 of 3 files are broken" in error
+    assert not (tmp_path / "c4.idx").exists()
+    files[1].write_bytes(whole)
+    assert c4(tmp_path, files) == 0
+    assert len(read(tmp_path / "c4")) == 15
+
+
+def test_checksums_of_c4_are_checked(tmp_path, capsys):
+    files = shards(tmp_path, 2)
+    good = [f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}" for f in files]
+    (tmp_path / "sums").write_text("\n".join(good))
+    assert c4(tmp_path, files, "--checksums", tmp_path / "sums") == 0
+    (tmp_path / "sums").write_text(good[0] + "\n" + "0" * 64 + f"  {files[1].name}")
+    (tmp_path / "c4.shards" / "c4-train.00001-of-01024.json").unlink()
+    assert c4(tmp_path, files, "--checksums", tmp_path / "sums") == 2
+    assert f"{files[1].name}: its SHA-256 is" in " ".join(capsys.readouterr().err.split())

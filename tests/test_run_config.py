@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -119,10 +122,20 @@ def test_megatrons_own_parser_knows_every_flag(path: Path):
     check_flags(config)
 
 
-def test_a_config_is_launched(run, tmp_path, data_prefix):
+def test_from_files_of_c4_to_a_launched_config(run, tmp_path):
+    """Modules of the standard library stand for web pages, in C4's own format."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py"))
+    files = [tmp_path / f"c4-train.{k:05d}-of-00002.json.gz" for k in (0, 1)]
+    for k, file in enumerate(files):
+        with gzip.open(file, "wt") as lines:
+            for module in modules[k::2]:
+                lines.write(json.dumps({"text": module.read_text(), "url": "x"}) + "\n")
+    words = ["prepare-c4", *files, "--output-prefix", tmp_path / "c4", "--workers", "1"]
+    assert cli.main([str(word) for word in words]) == 0
     command = ["python", "-m", "recover_megatron.tools.cli", "launch"]
     settings = {
-        "data-path": data_prefix,
+        "data-path": tmp_path / "c4",
+        "split": "1,0,0",  # too few documents for a validation set
         "train-iters": 4,
         "recover-inject": "1.1@3:sync.0",
         "recover-trace-dir": tmp_path / "run",

@@ -11,7 +11,15 @@ from recover_megatron.errors import ConfigError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code; a ConfigError is one sentence on stderr and code 2."""
-    from recover_megatron.tools import compare, doctor, launch, prepare_data, report, status
+    from recover_megatron.tools import (
+        compare,
+        doctor,
+        launch,
+        prepare_c4,
+        prepare_data,
+        report,
+        status,
+    )
 
     parser = argparse.ArgumentParser(prog="recover-megatron", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -19,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("launch", launch, "start a training job under mpirun"),
         ("doctor", doctor, "check this machine by really killing a process in a small job"),
         ("prepare-data", prepare_data, "text to Megatron's .bin/.idx"),
+        ("prepare-c4", prepare_c4, "C4's files to one indexed dataset, in parallel, resumable"),
         ("status", status, "how a run stands, refreshed in the terminal"),
         ("report", report, "one HTML page of a run: plots, and a table of its failures"),
         ("compare", compare, "compare a run with failures to a run without"),

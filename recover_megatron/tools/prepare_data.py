@@ -39,14 +39,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     suffixes = tuple(args.suffix.split(","))
     documents = _documents(args.inputs, suffixes, args.field)
-    encode, eod, vocab_size, dtype = _tokenizer(args.tokenizer)
+    encode, eod, vocab_size, dtype = tokenizer_of(args.tokenizer)
     count, tokens = write_dataset(documents, encode, eod, dtype, Path(args.output_prefix))
-    print(
-        f"{args.output_prefix}.bin/.idx: {count} documents, {tokens} tokens; train with "
-        f"--data-path {args.output_prefix} --tokenizer-type NullTokenizer --vocab-size {vocab_size}"
+    print(advice(args.output_prefix, count, tokens, vocab_size))
+    return 0
+
+
+def advice(prefix: str | Path, documents: int, tokens: int, vocab_size: int) -> str:
+    """What was made, and Megatron's flags to train on it."""
+    return (
+        f"{prefix}.bin/.idx: {documents} documents, {tokens} tokens; train with "
+        f"--data-path {prefix} --tokenizer-type NullTokenizer --vocab-size {vocab_size}"
         f" ({vocab_size + 1} from core_v0.18 on, which counts the end of a document)"
     )
-    return 0
+
+
+def merge_datasets(prefixes: Sequence[Path], prefix: Path) -> None:
+    """Copies indexed datasets of the same dtype one after the other into one, which is there only
+    when it is whole."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+    partial = prefix.with_name(prefix.name + ".partial")
+    dtype = IndexedDataset(str(prefixes[0])).index.dtype
+    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=dtype)
+    try:
+        for one in prefixes:
+            builder.add_index(str(one))
+        builder.finalize(f"{partial}.idx")
+        for suffix in (".bin", ".idx"):
+            Path(f"{partial}{suffix}").replace(f"{prefix}{suffix}")
+    finally:
+        for suffix in (".bin", ".idx"):
+            Path(f"{partial}{suffix}").unlink(missing_ok=True)
 
 
 def write_dataset(
@@ -80,7 +104,7 @@ def write_dataset(
     return count, tokens
 
 
-def _tokenizer(path: str | None) -> tuple[Encode, int, int, type]:
+def tokenizer_of(path: str | None) -> tuple[Encode, int, int, type]:
     """Encoder, end-of-document id, --vocab-size for Megatron's NullTokenizer (whose own
     end-of-document id is that number; from core_v0.18 on one less), and the ids' dtype on disk."""
     if path is None:
@@ -112,7 +136,7 @@ def _documents(inputs: Sequence[str], suffixes: tuple[str, ...], field: str) -> 
         files = [path] if path.is_file() else _files(path, suffixes)
         for file in files:
             if file.name.endswith((".jsonl", ".json.gz", ".jsonl.gz")):
-                yield from _lines(file, field)
+                yield from lines_of(file, field)
             else:
                 yield file.read_text(errors="replace")
 
@@ -126,7 +150,7 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     )
 
 
-def _lines(file: Path, field: str) -> Iterator[str]:
+def lines_of(file: Path, field: str) -> Iterator[str]:
     number = 0
     try:
         with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as lines:
