@@ -218,7 +218,8 @@ def test_an_evaluation_is_shared_and_goes_on_when_a_replica_is_killed_in_it(
 ):
     """Scenario 11."""
     evaluate = ("--eval-interval", "2", "--eval-iters", "2")
-    job = Rehearsal(data_prefix, 6, 6, pp=2, script=script, extra=evaluate)
+    # In two tensor-parallel ranks, of which one reads no data.
+    job = Rehearsal(data_prefix, 6, 6, tp=2, script=script, extra=evaluate)
     plain = train.plain(job)
     log, record = train.recovered(job, 3, "--recover-inject", "0.1@4:evaluate")
     assert_same_training(log, plain)

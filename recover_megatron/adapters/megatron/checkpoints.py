@@ -113,8 +113,10 @@ class Checkpoints:
         save, because Megatron's ranks do not learn of each other's failures in the middle of it.
         All ranks of the replica call it."""
         parameters = [p for chunk in model for p in chunk.parameters()]
-        # Weights, and the optimizer's float32 copy and two moments.
-        size = sum(p.numel() * (p.element_size() + 12) for p in parameters)
+        # Weights; the optimizer's two moments, and its float32 copy of what is not float32.
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        if not getattr(self._session.args, "no_save_optim", False):
+            size += sum(p.numel() * (8 if p.element_size() == 4 else 12) for p in parameters)
         size //= max(1, self._session.args.data_parallel_size)
         total = torch.tensor([size], dtype=torch.int64, device=torch.cuda.current_device())
         torch.distributed.all_reduce(total)

@@ -160,9 +160,8 @@ class Hooks:
 
         split = getattr(dataset, "index_split", getattr(dataset, "split", None))
         args, run = self._session.args, self._schedules
-        whole = getattr(args, "full_validation", False)
-        whole = whole or getattr(args, "multiple_validation_sets", False)
-        if dataset is None or split is None or (split != Split.train and whole):
+        shared = run.shares_evaluation or split == Split.train
+        if dataset is None or split is None or not shared:
             return stock(dataset, consumed)
         micro_batch_size = args.micro_batch_size
         dp = (
@@ -170,7 +169,6 @@ class Hooks:
             parallel_state.get_data_parallel_world_size(),
         )
         if split != Split.train:
-            run.shares_evaluation = True
             micro_batch_size = getattr(args, "eval_micro_batch_size", None) or micro_batch_size
             return EvaluationLoader(run.evaluation_feed, dataset, micro_batch_size, dp, consumed)
         if self._session.config.policy == "versatile":
@@ -183,6 +181,9 @@ class Hooks:
     def _build_data_loaders(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """The leader first: every replica's rank 0 would write the same index cache files."""
         session, built = self._session, None
+        whole = ("full_validation", "multiple_validation_sets")
+        # The same at all ranks, also those that read no data.
+        self._schedules.shares_evaluation = not any(getattr(session.args, n, False) for n in whole)
         driver, facts = session.driver, (session.communicator, session.layout, session.replica_id)
         check_same_iteration(driver, *facts, getattr(session.args, "iteration", 0))
         for turn in ("leader", "others"):
