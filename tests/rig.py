@@ -74,6 +74,10 @@ class Rig:
     def kill(self, host: str) -> None:
         os.kill(self._inits.pop(host), signal.SIGKILL)
 
+    def kill_process(self, host: str, pid: int) -> None:
+        """SIGKILL to the process that has this number on the host."""
+        subprocess.run(self.command(host, ["kill", "-9", str(pid)]), check=True)
+
     def link(self, host: str, up: bool) -> None:
         _do("ip", "link", "set", self._veth(host), "up" if up else "down")
 

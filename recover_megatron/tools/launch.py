@@ -22,6 +22,7 @@ from recover_megatron.adapters.megatron.arguments import Job, read_job, wants_re
 from recover_megatron.adapters.megatron.session import EXIT_TOO_FEW, STOP_SIGNAL
 from recover_megatron.collectives.transport import EAGER_BYTES
 from recover_megatron.errors import ConfigError
+from recover_megatron.tools import slurm
 from recover_megatron.tools.launch_hosts import (
     REMOTE_SHELL,
     Host,
@@ -83,6 +84,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what starts a command line on {host} (default: %(default)s)",
     )
     parser.add_argument(
+        "--slurm",
+        action="store_true",
+        help="in an allocation: use its nodes; elsewhere: submit a job that does (--nodes)",
+    )
+    parser.add_argument("--nodes", type=int, help="of the Slurm job to submit")
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="one more option of the Slurm job, such as --sbatch=--partition=gpu; may be repeated",
+    )
+    parser.add_argument(
         "--report-stall",
         type=float,
         default=120.0,
@@ -108,6 +122,12 @@ def run(args: argparse.Namespace) -> int:
     if replicas < 1:
         raise ConfigError(f"--replicas must be at least 1, got {replicas}")
     layout = job.layout(replicas * job.ranks_per_replica)
+    if args.slurm and not slurm.in_allocation():
+        return _submit(args, replicas, script, Path(trace_dir))
+    if args.slurm:
+        args.hosts = args.hosts or slurm.hosts_of_allocation()
+        if args.remote_shell == REMOTE_SHELL:
+            args.remote_shell = slurm.REMOTE_SHELL
     hosts: tuple[Host, ...] = ()
     if args.hosts:
         hosts = parse_hosts(args.hosts, replicas, job.ranks_per_replica)
@@ -151,6 +171,19 @@ def _restart(command: str, code: int, run_dir: Path) -> int:
     except OSError as error:
         print(f"recover-megatron launch: error: {command}: {error}", file=sys.stderr)
         return code
+
+
+def _submit(args: argparse.Namespace, replicas: int, script: Sequence[str], run_dir: Path) -> int:
+    if args.nodes is None or args.nodes < 1:
+        raise ConfigError("--slurm outside an allocation submits a job: say how large, --nodes N")
+    words = ["launch", "--slurm", "--replicas", str(replicas)]
+    words += ["--report-stall", str(args.report_stall), "--", *script]
+    if args.dry_run:
+        print(slurm.batch_script(args.nodes, args.sbatch, words, run_dir), end="")
+        return 0
+    number = slurm.submit(args.nodes, args.sbatch, words, run_dir)
+    print(f"submitted Slurm job {number}; its output: {run_dir}/slurm-{number}.log")
+    return 0
 
 
 def _config(args: argparse.Namespace, script: Sequence[str]) -> RunConfig | None:

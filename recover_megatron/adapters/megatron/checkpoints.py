@@ -14,6 +14,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ from recover_megatron.errors import StopRequested, TooFewReplicas
 logger = logging.getLogger(__name__)
 
 _PROBE_BYTES = 1 << 16
+_OTHERS_FAIL_S = 30.0  # within which an error that all ranks meet is met by all
 
 
 class Checkpoints:
@@ -45,6 +47,7 @@ class Checkpoints:
         self._tracker: Path | None = None  # of the present save, at the rank that writes it
         self._redirecting = False  # the tracker's name is that of its unpublished copy
         self._failure: BaseException | None = None  # of the save that was begun last
+        self._saves = 0  # begun by this replica
         self.saved: int | None = None  # the last iteration that this rank knows to be saved
 
     # --- saving --------------------------------------------------------------------------------
@@ -76,11 +79,16 @@ class Checkpoints:
             save_streams(session.args.save, iteration, self._feed.streams)
         session.injector.enter("save")
         self._failure, self._tracker, self._redirecting = None, None, True
+        self._saves += 1
         try:
             save()
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            if not self._all_ranks_failed():
+                raise
+            self._failure = error
         finally:
             self._redirecting = False
-        if getattr(session.args, "async_save", False):
+        if getattr(session.args, "async_save", False) and self._failure is None:
             if self._insisting:
                 self._training.maybe_finalize_async_save(blocking=True)
         else:
@@ -140,14 +148,28 @@ class Checkpoints:
                 probe.unlink(missing_ok=True)
         return None
 
-    # --- what fails at one rank in the middle of a save ------------------------------------------
+    # --- what fails in the middle of a save ------------------------------------------------------
+
+    def _all_ranks_failed(self) -> bool:
+        """This rank has left the save by an exception. If all ranks of the replica have, nobody
+        waits for anybody, and training can go on. Asked by the replica's store: a collective would
+        not meet the one that another rank may still be in."""
+        store = torch.distributed.distributed_c10d._get_default_store()
+        ranks = range(torch.distributed.get_world_size())
+        keys = [f"recover/save_failed/{self._saves}/{rank}" for rank in ranks]
+        store.set(keys[torch.distributed.get_rank()], "1")
+        try:
+            store.wait(keys, timedelta(seconds=_OTHERS_FAIL_S))
+        except RuntimeError:  # torch's DistStoreError
+            return False
+        return True
 
     def deferring(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Around the parts of a save that write a file at position 0 alone and meet no other rank
         afterwards: an error is noted, and told once all ranks have left the save."""
         try:
             return stock(*args, **more)
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  the 2nd is no Exception
+        except (Exception, CheckpointException) as error:  # noqa: BLE001
             self._failure = error
             if self._tracker is not None:  # an asynchronous save
                 _unpublished(self._tracker).write_text(_NONE)
@@ -170,13 +192,13 @@ class Checkpoints:
         """All ranks have left the save of `iteration`."""
         failure, self._failure = self._failure, None
         self.saved = self.saved if failure else iteration
-        if self._tracker is None:
-            return
         if failure is None:
-            os.replace(_unpublished(self._tracker), self._tracker)
+            if self._tracker is not None:
+                os.replace(_unpublished(self._tracker), self._tracker)
             return
-        _unpublished(self._tracker).unlink(missing_ok=True)
-        shutil.rmtree(self._tracker.parent / f"iter_{iteration:07d}", ignore_errors=True)
+        if self._tracker is not None:
+            _unpublished(self._tracker).unlink(missing_ok=True)
+            shutil.rmtree(self._tracker.parent / f"iter_{iteration:07d}", ignore_errors=True)
         self._give_up(iteration, failure)
 
     # --- the end -------------------------------------------------------------------------------

@@ -1,0 +1,110 @@
+"""A real Slurm over the hosts of tests/rig.py: slurmctld on the first, slurmd on each.
+
+Needs root and Debian's slurm-wlm and munge.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from tests.rig import Rig, _until, missing
+
+TOOLS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "munged", "mungekey")
+_CONF = """\
+ClusterName=rig
+SlurmctldHost=h0({h0})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+ReturnToService=2
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdSpoolDir={folder}/spool.%n
+StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+SlurmdTimeout=10
+KillWait=5
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def slurm_missing() -> str | None:
+    """Why there can be no Slurm here; None if there can."""
+    for tool in TOOLS:
+        if shutil.which(tool) is None:
+            return f"no {tool} here (Debian: slurm-wlm, munge)"
+    return missing()
+
+
+class Slurm:
+    """`with Rig(...) as rig, Slurm(rig, folder) as slurm:`"""
+
+    def __init__(self, rig: Rig, folder: Path):
+        self._rig, self._folder = rig, folder
+        self._munged: subprocess.Popen | None = None
+
+    def __enter__(self) -> Slurm:
+        folder, rig = self._folder, self._rig
+        folder.mkdir(parents=True)
+        folder.chmod(0o755)
+        (folder / "state").mkdir()
+        nodes = "\n".join(
+            f"NodeName={h} NodeAddr={rig.address(h)} CPUs=4 RealMemory=2000 State=UNKNOWN"
+            for h in rig.names
+        )
+        conf = _CONF.format(h0=rig.address("h0"), folder=folder, nodes=nodes)
+        (folder / "slurm.conf").write_text(conf)
+        subprocess.run(["mungekey", "--create", f"--keyfile={folder}/munge.key"], check=True)
+        files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
+        words = [f"--{name}={folder}/munge.{kind}" for name, kind in files.items()]
+        words += [f"--log-file={folder}/munge.log", "--foreground", "--force"]
+        log = (folder / "munged.txt").open("wb")
+        self._munged = subprocess.Popen(["munged", *words], stdout=log, stderr=log)
+        _until((folder / "munge.socket").exists, "munged")
+        self("h0", "slurmctld")
+        for host in rig.names:
+            self(host, "slurmd", "-N", host)
+        _until(self._all_idle, "idle nodes")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._munged is not None:
+            self._munged.terminate()
+            self._munged.wait()
+
+    def _all_idle(self) -> bool:
+        states = self("h0", "sinfo", "-h", "-N", "-o", "%t").split()
+        return states == ["idle"] * len(self._rig.names)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**self._rig.environment("h0"), "SLURM_CONF": f"{self._folder}/slurm.conf"}
+
+    def __call__(self, host: str, *words: str) -> str:
+        """Runs a command of Slurm's on a host; what it says."""
+        env = {**self._rig.environment(host), "SLURM_CONF": f"{self._folder}/slurm.conf"}
+        command = self._rig.command(host, list(words))
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(words)}: {done.stderr}")
+        return done.stdout
+
+    def state(self, job: str) -> str:
+        """RUNNING, PENDING, COMPLETED, ..."""
+        shown = self("h0", "scontrol", "show", "job", job)
+        return shown.partition("JobState=")[2].split()[0]

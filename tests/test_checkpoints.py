@@ -1,0 +1,50 @@
+"""A save that ends in an exception: a warning if every rank of the replica met it, else the end of
+this one (the others may wait for it)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch.distributed
+from torch.distributed.checkpoint.api import CheckpointException
+
+from recover_megatron.adapters.megatron import checkpoints
+from recover_megatron.adapters.megatron.checkpoints import Checkpoints
+
+
+@pytest.fixture
+def keeper(tmp_path, monkeypatch):
+    """Checkpoints of a leading replica of one rank, whose store is a real one."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    monkeypatch.setattr(checkpoints, "any_in_replica", bool)
+    monkeypatch.setattr(checkpoints, "_OTHERS_FAIL_S", 0.3)
+    monkeypatch.setattr(Checkpoints, "_no_room", lambda self, model: None)
+    session = MagicMock(leading=True, position=0)
+    session.args = SimpleNamespace(save=str(tmp_path), train_iters=9, data_parallel_size=1)
+    yield Checkpoints(session, MagicMock(), SimpleNamespace(streams=None)), session
+    torch.distributed.destroy_process_group()
+
+
+def save(iteration, model, optimizer=None):
+    raise CheckpointException("of me", {})
+
+
+def test_an_error_that_all_ranks_met_is_a_warning(keeper, tmp_path):
+    checkpoints_of, session = keeper
+    broken = tmp_path / "iter_0000002"
+    broken.mkdir()
+    for iteration in (1, 2):
+        checkpoints_of.save_checkpoint(save, iteration, [])
+    assert checkpoints_of.saved is None
+    told = [c for c in session.trace.emit.mock_calls if c.args == ("save_failed",)]
+    assert [c.kwargs["iteration"] for c in told] == [1, 2]
+
+
+def test_an_error_of_this_rank_alone_ends_it(keeper, monkeypatch):
+    checkpoints_of, _ = keeper
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(CheckpointException):
+        checkpoints_of.save_checkpoint(save, 1, [])

@@ -1,0 +1,153 @@
+"""`launch --slurm`: the batch script, and jobs on a real Slurm of four nodes that lose a rank and a
+node. The oracle is plain Megatron without recovery."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.adapters.megatron.session import EXIT_STOPPED
+from recover_megatron.tools import cli, slurm
+from recover_megatron.tools.compare import Log, max_difference
+from recover_megatron.tools.rehearsal import Rehearsal, environment
+from recover_megatron.tools.run_record import RunRecord
+from recover_megatron.trace import read_traces
+from tests.rig import Rig
+from tests.slurm import Slurm, slurm_missing
+
+LOSS_LIMIT = 1e-5
+real = [
+    pytest.mark.mpi,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(slurm_missing() is not None, reason=str(slurm_missing())),
+]
+
+
+def test_the_batch_script_outlives_nodes_and_ends_with_a_checkpoint(
+    capsys, data_prefix, monkeypatch
+):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    job = Rehearsal(data_prefix, 4, 8, pp=2)
+    words = ["launch", "--slurm", "--nodes", "4", "--sbatch=--partition=gpu", "--replicas", "4"]
+    assert cli.main([*words, "--dry-run", "--", job.script, *job.flags, "--recover"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    options = {line.split(maxsplit=1)[1] for line in lines if line.startswith("#SBATCH")}
+    assert {"--no-kill", "--requeue", "--signal=B:TERM@300", "--nodes=4"} <= options
+    assert "--partition=gpu" in options
+    assert lines[-1].startswith(
+        f"exec {sys.executable} -m recover_megatron.tools.cli launch --slurm"
+    )
+
+
+def test_outside_an_allocation_the_size_must_be_said(capsys, data_prefix, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    job = Rehearsal(data_prefix, 4, 8)
+    command = ["launch", "--slurm", "--replicas", "2", "--", job.script, *job.flags, "--recover"]
+    assert cli.main(command) == 2
+    assert "say how large, --nodes N" in capsys.readouterr().err
+
+
+def test_the_allocations_nodes_are_the_hosts(tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$3" = "n[1-2]" ] && printf "n1\\nn2\\n"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert slurm.hosts_of_allocation() == "n1,n2"
+
+
+@pytest.fixture
+def cluster():
+    """In a folder of a short name: sockets in its hosts' temporary folders must fit."""
+    with tempfile.TemporaryDirectory(prefix="rig") as name:
+        folder = Path(name)
+        with Rig(folder / "rig", 4) as rig, Slurm(rig, folder / "slurm") as running:
+            yield rig, running
+
+
+class Job:
+    """Submitted on the rig's first host by `launch --slurm`."""
+
+    def __init__(self, rig: Rig, running: Slurm, job: Rehearsal, folder: Path, *flags: str):
+        self.slurm, self.run = running, folder / "run"
+        words = ("--recover-bucket-mb", "0.05", "--recover-check-replicas-interval", "5", *flags)
+        command = job.recover(4, self.run, *words)
+        at = command.index("--replicas")
+        command[at:at] = ["--slurm", "--nodes", "4"]
+        env = {**environment(), **running.environment}
+        env.pop("SLURM_JOB_ID", None)
+        done = subprocess.run(rig.command("h0", command), env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        self.number = done.stdout.split("Slurm job ")[1].partition(";")[0]
+
+    @property
+    def output(self) -> str:
+        log = self.run / f"slurm-{self.number}.log"
+        return log.read_text() if log.exists() else "no output"
+
+    @property
+    def iteration(self) -> int:
+        committed = (e["iteration"] for e in read_traces(self.run) if e["event"] == "committed")
+        return max(committed, default=0)
+
+    def until(self, condition, what: str, limit_s: float = 150) -> None:
+        limit = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < limit, f"no {what} in {limit_s} s\n{self.output}"
+            time.sleep(0.1)
+
+    def ends(self) -> str:
+        self.until((self.run / "exit_code").exists, "end")
+        self.until(
+            lambda: self.slurm.state(self.number) not in ("RUNNING", "COMPLETING"), "end of job"
+        )
+        return self.slurm.state(self.number)
+
+
+@pytest.fixture
+def reference(run, data_prefix):
+    job = Rehearsal(data_prefix, 40, 8, pp=2)
+    code, output = run(job.plain(), "plain")
+    assert code == 0, output
+    return job, Log(output)
+
+
+class TestRealSlurm:
+    pytestmark = real
+
+    def test_a_rank_is_killed_and_a_node_is_taken_down(self, cluster, reference, tmp_path):
+        rig, running = cluster
+        job, plain = reference
+        started = Job(rig, running, job, tmp_path)
+        started.until(lambda: started.iteration >= 5, "iteration 5")
+        pids = {e["replica"]: e["pid"] for e in read_traces(started.run) if e["event"] == "started"}
+        rig.kill_process("h1", pids[1])
+        started.until(lambda: started.iteration >= 15, "iteration 15")
+        running("h0", "scontrol", "update", "nodename=h2", "state=down", "reason=test")
+        assert started.ends() == "COMPLETED", started.output
+        record = RunRecord(started.run)
+        assert (started.run / "exit_code").read_text().strip() == "0"
+        assert record.survivors == [0, 3], started.output
+        assert record.violations(job.iterations, job.microbatches) == []
+        assert max_difference(record.losses, plain.losses) <= LOSS_LIMIT
+
+    def test_a_signal_before_the_time_limit_ends_with_a_checkpoint(
+        self, cluster, data_prefix, tmp_path
+    ):
+        rig, running = cluster
+        save = tmp_path / "checkpoint"
+        job = Rehearsal(data_prefix, 4000, 8, pp=2)
+        started = Job(rig, running, job, tmp_path, "--save", str(save), "--save-interval", "9999")
+        started.until(lambda: started.iteration >= 3, "iteration 3")
+        running("h0", "scancel", "--batch", "--signal=TERM", started.number)
+        state = started.ends()
+        assert (started.run / "exit_code").read_text().strip() == str(EXIT_STOPPED)
+        assert state == "FAILED"  # Slurm's word for a code that is not 0
+        saved = int((save / "latest_checkpointed_iteration.txt").read_text())
+        assert saved == max(RunRecord(started.run).commits)
