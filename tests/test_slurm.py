@@ -151,3 +151,16 @@ class TestRealSlurm:
         assert state == "FAILED"  # Slurm's word for a code that is not 0
         saved = int((save / "latest_checkpointed_iteration.txt").read_text())
         assert saved == max(RunRecord(started.run).commits)
+
+
+@pytest.mark.parametrize(
+    "script", sorted((Path(__file__).parent.parent / "scripts" / "slurm").glob("*")), ids=str
+)
+def test_slurm_reads_all_options_of_our_batch_scripts(script: Path):
+    """It stops at the first command."""
+    lines = script.read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first:])
+    words = {w for line in lines[:first] if line.startswith("#SBATCH") for w in line.split()[1:]}
+    assert {o for o in slurm.OPTIONS if o.startswith(("--no-kill", "--signal"))} <= words
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
