@@ -7,6 +7,7 @@ document and ends with the end-of-document token.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import sysconfig
@@ -59,13 +60,20 @@ def merge_datasets(prefixes: Sequence[Path], prefix: Path) -> None:
     when it is whole."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-    partial = prefix.with_name(prefix.name + ".partial")
     dtype = IndexedDataset(str(prefixes[0])).index.dtype
-    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=dtype)
-    try:
+    with _whole_or_not_at_all(prefix) as partial:
+        builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=dtype)
         for one in prefixes:
             builder.add_index(str(one))
         builder.finalize(f"{partial}.idx")
+
+
+@contextlib.contextmanager
+def _whole_or_not_at_all(prefix: Path) -> Iterator[Path]:
+    """A prefix to write to; what is there at the end without an error becomes `prefix`."""
+    partial = prefix.with_name(prefix.name + ".partial")
+    try:
+        yield partial
         for suffix in (".bin", ".idx"):
             Path(f"{partial}{suffix}").replace(f"{prefix}{suffix}")
     finally:
@@ -83,10 +91,9 @@ def write_dataset(
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    partial = prefix.with_name(prefix.name + ".partial")
-    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=dtype)
     count = tokens = 0
-    try:
+    with _whole_or_not_at_all(prefix) as partial:
+        builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=dtype)
         for text in documents:
             if not text:
                 continue
@@ -96,11 +103,6 @@ def write_dataset(
         if not count:
             raise ConfigError("the corpus is empty: no document with text in it was found")
         builder.finalize(f"{partial}.idx")
-        for suffix in (".bin", ".idx"):
-            Path(f"{partial}{suffix}").replace(f"{prefix}{suffix}")
-    finally:
-        for suffix in (".bin", ".idx"):
-            Path(f"{partial}{suffix}").unlink(missing_ok=True)
     return count, tokens
 
 
