@@ -105,7 +105,7 @@ def test_the_size_is_that_of_the_model_that_is_built(run, tmp_path, data_prefix)
 def test_the_files_in_configs_are_complete_and_described(path: Path):
     text = path.read_text()
     head = text[: text.index("script:")]
-    for word in ("# Source: ", "# Hardware: "):
+    for word in ("Source: ", "Hardware: "):
         assert word in head, word
     assert "emory" in head or "MB a rank" in head
     config = load(path)

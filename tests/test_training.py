@@ -404,6 +404,6 @@ def test_the_same_nan_on_a_second_replica_stops_the_job_with_the_samples(
 def test_random_kills_in_any_phase(run, tmp_path):
     stress = Path(__file__).resolve().parent.parent / "scripts" / "stress.py"
     out = str(tmp_path / "stress")
-    code, output = run([sys.executable, stress, "--seeds", 2, "--first-seed", 100, "--out", out])
+    code, output = run([sys.executable, stress, "--seeds", 1, "--first-seed", 100, "--out", out])
     assert code == 0, output
-    assert "2 of 2 seeds right, 4 recoveries" in output
+    assert "1 of 1 seeds right, 2 recoveries" in output
