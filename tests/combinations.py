@@ -30,7 +30,7 @@ class Combination:
     drop: str = ""  # flags of the rehearsal to leave out
     victim: str = "1.0"
     loss: float = 1e-5
-    weights: float = 2e-4
+    weights: float = 1e-5
     stock_only: bool = False  # our pretrain.py does not know the flags
 
     @property
@@ -96,7 +96,7 @@ COMBINATIONS = (
         batch=12,
         stock_only=True,
     ),
-    Combination("bf16", "--bf16", loss=3e-3, weights=4e-3),
+    Combination("bf16", "--bf16", loss=1e-4, weights=1e-3),
     Combination("bf16, gradients in bf16", "--bf16 --grad-reduce-in-bf16", loss=1e-2, weights=4e-3),
     Combination(
         "fp16, dynamic loss scale", "--fp16 --initial-loss-scale 131072", loss=3e-3, weights=4e-3
