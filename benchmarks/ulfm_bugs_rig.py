@@ -25,8 +25,7 @@ from recover_megatron.adapters.megatron.arguments import read_job  # noqa: E402
 from recover_megatron.tools.launch import _run, mpirun_command  # noqa: E402
 from recover_megatron.tools.launch_hosts import HostJob, parse_hosts  # noqa: E402
 from recover_megatron.tools.rehearsal import environment  # noqa: E402
-from recover_megatron.tools.run_record import RunRecord  # noqa: E402
-from recover_megatron.trace import read_traces  # noqa: E402
+from recover_megatron.tools.run_record import RunRecord, last_iteration  # noqa: E402
 from tests.rig import Rig  # noqa: E402
 
 REPLICAS, HOSTS, HANGS_AFTER_S = 8, 4, 120.0
@@ -64,7 +63,7 @@ def one_job(seed: int, folder: Path) -> Counter[str]:
         limit = time.monotonic() + HANGS_AFTER_S
         for number, victim in enumerate(victims):
             target = 20 + 60 * number + draw.randrange(40)
-            while iteration(run_dir) < target and time.monotonic() < limit:
+            while last_iteration(run_dir) < target and time.monotonic() < limit:
                 time.sleep(0.05)
             rig.kill(f"h{victim}")
         while not (run_dir / "exit_code").exists() and time.monotonic() < limit:
@@ -81,11 +80,6 @@ def one_job(seed: int, folder: Path) -> Counter[str]:
         wrong_sums=output.count("AssertionError"),
         crashes=output.count("Signal: "),
     )
-
-
-def iteration(run_dir: Path) -> int:
-    committed = (e["iteration"] for e in read_traces(run_dir) if e["event"] == "committed")
-    return max(committed, default=0)
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ Each field with `help` metadata is also a command-line flag: `min_replicas` is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from recover_megatron.errors import ConfigError
@@ -110,6 +110,11 @@ class RecoveryConfig:
     @property
     def bucket_bytes(self) -> int:
         return max(4096, int(self.bucket_mb * 1e6))
+
+
+def flag_fields() -> list[Field[Any]]:
+    """The fields that are command-line flags."""
+    return [f for f in fields(RecoveryConfig) if "help" in f.metadata]
 
 
 def flag_name(field_name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,13 @@ def read_traces(directory: str | Path) -> Iterator[dict[str, Any]]:
     """All events of a run, file by file; a last line cut short by a kill is skipped."""
     for path in sorted(Path(directory).glob("trace.r*.p*.jsonl")):
         with path.open() as lines:
-            for line in lines:
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError:
-                    continue
+            yield from parse_events(lines)
+
+
+def parse_events(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    """The events of a trace's lines; one cut short by a kill is skipped."""
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except ValueError:  # also of bytes that are no text
+            continue

@@ -12,8 +12,7 @@ import pytest
 from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE
 from recover_megatron.tools.compare import Log, max_difference
 from recover_megatron.tools.rehearsal import Rehearsal, environment
-from recover_megatron.tools.run_record import RunRecord
-from recover_megatron.trace import read_traces
+from recover_megatron.tools.run_record import RunRecord, last_iteration
 from tests import rig as rigs
 
 ITERATIONS, MICROBATCHES = 60, 8
@@ -53,8 +52,7 @@ class Training:
 
     @property
     def iteration(self) -> int:
-        committed = (e["iteration"] for e in read_traces(self.run) if e["event"] == "committed")
-        return max(committed, default=0)
+        return last_iteration(self.run)
 
     def words_of(self, replica: int) -> str:
         return (self.run / f"log.r{replica}.p0.txt").read_text()

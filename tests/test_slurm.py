@@ -16,7 +16,7 @@ from recover_megatron.adapters.megatron.session import EXIT_STOPPED
 from recover_megatron.tools import cli, slurm
 from recover_megatron.tools.compare import Log, max_difference
 from recover_megatron.tools.rehearsal import Rehearsal, environment
-from recover_megatron.tools.run_record import RunRecord
+from recover_megatron.tools.run_record import RunRecord, last_iteration
 from recover_megatron.trace import read_traces
 from tests.rig import Rig
 from tests.slurm import Slurm, slurm_missing
@@ -93,8 +93,7 @@ class Job:
 
     @property
     def iteration(self) -> int:
-        committed = (e["iteration"] for e in read_traces(self.run) if e["event"] == "committed")
-        return max(committed, default=0)
+        return last_iteration(self.run)
 
     def until(self, condition, what: str, limit_s: float = 150) -> None:
         limit = time.monotonic() + limit_s

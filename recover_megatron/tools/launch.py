@@ -158,10 +158,14 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
+def _has_committed(run_dir: Path) -> bool:
+    return any(e["event"] == "committed" for e in read_traces(run_dir))
+
+
 def _restart(command: str, code: int, run_dir: Path) -> int:
     """Run --recover-restart-command; its exit code. Not after a job that committed nothing: what
     ended that would end the next one too."""
-    if not any(e["event"] == "committed" for e in read_traces(run_dir)):
+    if not _has_committed(run_dir):
         print("recover: not restarted, since no iteration was committed", file=sys.stderr)
         return code
     print(f"recover: restarting: {command}", file=sys.stderr, flush=True)
@@ -299,8 +303,7 @@ def _run(
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         nonlocal asked
-        begun = any(e["event"] == "committed" for e in read_traces(run_dir))
-        if begun and not asked:
+        if _has_committed(run_dir) and not asked:
             asked = True
             print("recover: stopping after this iteration; again to end at once", file=sys.stderr)
             process.send_signal(STOP_SIGNAL)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recover_megatron.trace import parse_events
 from recover_megatron.workload.assignment import parse
 
 _WINDOW = 20  # commits over which a speed is taken
@@ -165,16 +165,12 @@ class TraceTail:
 
     def new_events(self) -> list[dict[str, Any]]:
         """What was written since the last call, by time; a line that is not yet complete waits."""
-        events = []
+        events: list[dict[str, Any]] = []
         for path in sorted(self._directory.glob("trace.r*.p*.jsonl")):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
                 text = file.read()
             whole = text[: text.rfind(b"\n") + 1]
             self._read[path] = self._read.get(path, 0) + len(whole)
-            for line in whole.splitlines():
-                try:
-                    events.append(json.loads(line))
-                except ValueError:
-                    continue
+            events += parse_events(whole.splitlines())
         return sorted(events, key=lambda e: float(e["time"]))

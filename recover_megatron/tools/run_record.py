@@ -212,6 +212,12 @@ def _where(event: Event) -> str:
     return f"iteration {event['iteration']} at replica {event['replica']}.{event['position']}"
 
 
+def last_iteration(directory: str | Path) -> int:
+    """The last that a run has committed so far; 0 for none."""
+    committed = (e["iteration"] for e in read_traces(directory) if e["event"] == "committed")
+    return max(committed, default=0)
+
+
 def missing_samples(samples: Iterable[int]) -> bool:
     """True if a committed microbatch has no record of what was fetched for it."""
     return any(sample < 0 for sample in samples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -10,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.trace import trace_path
+from recover_megatron.trace import parse_events, trace_path
 from recover_megatron.world import ReplicaLayout
 
 # A rank that has traced one of these is done with that iteration ...
@@ -101,10 +100,4 @@ def _ends_of(path: Path) -> list[dict[str, Any]]:
             lines = [head, *file.read().splitlines()]
     except FileNotFoundError:
         return []
-    events = []
-    for line in lines:
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            continue
-    return events
+    return list(parse_events(lines))

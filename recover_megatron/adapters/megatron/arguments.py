@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass
 from typing import Any, NoReturn
 
-from recover_megatron.config import RecoveryConfig, flag_name
+from recover_megatron.config import RecoveryConfig, flag_fields, flag_name
 from recover_megatron.errors import ConfigError
 from recover_megatron.faults import parse_faults
 from recover_megatron.world import ReplicaLayout
@@ -25,9 +25,7 @@ def add_recovery_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     """Append the `--recover*` group (called by Megatron's own add_megatron_arguments)."""
     group = parser.add_argument_group("recover_megatron")
     group.add_argument("--recover", action="store_true", help="survive the loss of model replicas")
-    for field in fields(RecoveryConfig):
-        if "help" not in field.metadata:
-            continue
+    for field in flag_fields():
         names = (flag_name(field.name),)
         where = {"dest": f"recover_{field.name}", "help": field.metadata["help"]}
         if field.default is False:
@@ -46,19 +44,12 @@ def add_recovery_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
 
 def recovery_flags() -> list[str]:
     """All `--recover*` flags."""
-    return [
-        "--recover",
-        *(flag_name(field.name) for field in fields(RecoveryConfig) if "help" in field.metadata),
-    ]
+    return ["--recover", *(flag_name(field.name) for field in flag_fields())]
 
 
 def recovery_config(args: argparse.Namespace) -> RecoveryConfig:
     """Raises ConfigError if a value is out of range."""
-    values = {
-        field.name: getattr(args, f"recover_{field.name}")
-        for field in fields(RecoveryConfig)
-        if "help" in field.metadata
-    }
+    values = {field.name: getattr(args, f"recover_{field.name}") for field in flag_fields()}
     return RecoveryConfig(**values)
 
 
