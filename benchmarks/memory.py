@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from recover_megatron.collectives.watchdog import helpers_of  # noqa: E402
 from recover_megatron.tools.rehearsal import Rehearsal, corpus, environment  # noqa: E402
 
 RANKS, ROUNDS = 2, 3
@@ -37,25 +38,12 @@ def peaks(command: list[str], folder: Path) -> list[int]:
 
 
 def ranks(ancestor: int) -> list[int]:
-    """Descendants that train: Python on the package, and nobody's forked helper."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int(
-                    (entry / "stat").read_text().rsplit(")")[-1].split()[1]
-                )
-            except OSError:
-                continue
-    below, found = {ancestor}, []
-    for pid in sorted(parents):
-        if parents[pid] in below:
-            below.add(pid)
-            words = command_line(pid)
-            starts = {"torch.distributed.run", "launch"} & set(words)
-            forked = command_line(parents[pid]) == words
-            if "recover_megatron" in words and not starts and not forked:
-                found.append(pid)
+    """Descendants that train: they run the package, and are not what starts it."""
+    found = []
+    for pid in helpers_of(ancestor):
+        words = command_line(pid)
+        if "recover_megatron" in words and not {"torch.distributed.run", "launch"} & set(words):
+            found.append(pid)
     return found
 
 
