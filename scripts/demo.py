@@ -11,9 +11,7 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -23,46 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from recover_megatron.tools import compare
-from recover_megatron.tools.rehearsal import Rehearsal, corpus, run_job
+from recover_megatron.tools.rehearsal import Jobs, Rehearsal, corpus
 from recover_megatron.tools.run_record import RunRecord
 
-ITERATION = re.compile(r"iteration\s+(\d+)/.*?lm loss: (\S+)")
 LIMIT = 1e-5  # largest accepted difference of the loss
 
 
-class Demo:
-    def __init__(self, out: Path, console: Console):
-        self.out = out
-        self.console = console
-        self.started = time.monotonic()
-
-    def run(self, name: str, command: list[str], iterations: int) -> None:
-        """One job with its progress line; a failed job ends the demo."""
-        log = self.out / f"{name}.log"
-        with self.console.status(f"{name}: starting") as status:
-
-            def progress(line: str) -> None:
-                if match := ITERATION.search(line):
-                    text = f"{name}: iteration {match[1]}/{iterations}, loss {float(match[2]):.4f}"
-                    status.update(text)
-                    if not self.console.is_terminal and int(match[1]) % 5 == 0:
-                        print(f"[{self.seconds:4.0f} s] {text}", flush=True)
-
-            code = run_job(command, log, progress)
-        if code:
-            tail = "\n".join(log.read_text().splitlines()[-15:])
-            sys.exit(f"demo: {name} ended with exit code {code}; the end of {log}:\n{tail}")
-        self.say(f"{name}: done")
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
-
-    def say(self, text: str) -> None:
-        self.console.print(f"[{self.seconds:4.0f} s] {text}", markup=False, highlight=False)
-
-
-def step_time_ratio(demo: Demo, job: Rehearsal) -> float:
+def step_time_ratio(demo: Jobs, job: Rehearsal) -> float:
     """Median step with --recover and no failure / plain Megatron data parallelism over gloo, same
     job, two replicas, in alternation; the first two steps of each run warm up."""
     steps: dict[str, list[float]] = {"plain": [], "recover": []}
@@ -70,8 +35,7 @@ def step_time_ratio(demo: Demo, job: Rehearsal) -> float:
         for kind in ("plain", "recover"):
             name = f"step-time-{kind}-{turn}"
             command = job.plain(2) if kind == "plain" else job.recover(2, demo.out / name)
-            demo.run(name, command, job.iterations)
-            log = compare.read_log(demo.out / f"{name}.log")
+            log = compare.read_log(demo.run(name, command))
             steps[kind] += [s for i, s in log.step_s.items() if i > 2]
     return median(steps["recover"]) / median(steps["plain"])
 
@@ -122,7 +86,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two replicas, one kill, 90 seconds")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     args = parser.parse_args()
-    demo = Demo(args.out, Console())
+    demo = Jobs(args.out)
     prefix = corpus(Path("runs/data"))
     demo.say("text prepared")
     if args.quick:
@@ -132,15 +96,9 @@ def main() -> int:
         job = Rehearsal(prefix, 20, 16, tp=2, pp=2, hidden_size=128, seq_length=128, layers=4)
         replicas, faults = 4, "1.3@6:sync.2,0.1@14:backward.1"
     options = ("--recover-bucket-mb", "0.1", "--recover-check-replicas-interval", "5")
-    for name, inject in (("without-failures", ""), ("with-failures", faults)):
-        for old in (args.out / name).glob("*"):
-            old.unlink()
-        injected = ("--recover-inject", inject) if inject else ()
-        command = job.recover(replicas, args.out / name, *options, *injected)
-        demo.run(name, command, job.iterations)
-    record, reference = (
-        RunRecord(args.out / "with-failures"),
-        RunRecord(args.out / "without-failures"),
+    reference = demo.recover("without-failures", job, replicas, *options)
+    record = demo.recover(
+        "with-failures", job, replicas, *options, "--recover-inject", faults
     )
     tokens = job.tokens_per_iteration
     summary = compare.summarize(record, reference.losses, reference, tokens)
@@ -148,8 +106,7 @@ def main() -> int:
     summary["step_time_ratio"] = None  # not measured with --quick
     losses = reference.losses
     if not args.quick:
-        demo.run("plain", job.plain(), job.iterations)
-        losses = compare.read_log(args.out / "plain.log").losses
+        losses = demo.plain("plain", job).losses
         summary["max_abs_loss_difference_to_plain"] = compare.max_difference(record.losses, losses)
         summary["step_time_ratio"] = step_time_ratio(demo, replace(job, iterations=18, tp=1))
     summary["seconds"] = round(demo.seconds)

@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_c4,
         prepare_data,
         report,
+        simulate,
         status,
     )
 
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("prepare-c4", prepare_c4, "C4's files to one indexed dataset, in parallel, resumable"),
         ("status", status, "how a run stands, refreshed in the terminal"),
         ("report", report, "one HTML page of a run: plots, and a table of its failures"),
+        ("simulate", simulate, "goodput under a failure trace, by system and size; simulated"),
         ("compare", compare, "compare a run with failures to a run without"),
     ):
         sub = commands.add_parser(name, help=summary, description=module.__doc__)

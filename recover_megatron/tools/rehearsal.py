@@ -1,4 +1,4 @@
-"""The small CPU job that the demo, the stress test and the test suite share.
+"""The small CPU job that the demo, the stress test, the paper's experiments and the test suite share.
 
 A LLaMA-style GPT of a few hundred thousand parameters on the text of Python's standard library.
 """
@@ -6,19 +6,24 @@ A LLaMA-style GPT of a few hundred thousand parameters on the text of Python's s
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 from recover_megatron.tools import prepare_data
+from recover_megatron.tools.compare import Log, read_log
+from recover_megatron.tools.run_record import RunRecord
 
 SCRIPT = str(Path(__file__).resolve().parent.parent / "pretrain.py")
 MEGATRON_LM_PATH = "MEGATRON_LM_PATH"
+_ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+).*?lm loss: (\S+)")
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Rehearsal:
     hidden_size: int = 64
     seq_length: int = 64
     layers: int = 2
+    micro_batch_size: int = 1
     script: str = SCRIPT
     extra: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()  # names of flags below to leave out
@@ -45,7 +51,7 @@ class Rehearsal:
 
     @property
     def microbatches(self) -> int:
-        return self.global_batch_size // self.dp
+        return self.global_batch_size // self.micro_batch_size // self.dp
 
     @property
     def tokens_per_iteration(self) -> int:
@@ -69,7 +75,7 @@ class Rehearsal:
             "tensor-model-parallel-size": self.tp,
             "pipeline-model-parallel-size": self.pp,
             "distributed-backend": "gloo",
-            "micro-batch-size": 1,
+            "micro-batch-size": self.micro_batch_size,
             "global-batch-size": self.global_batch_size,
             "train-iters": self.iterations,
             "lr": 1e-3,
@@ -157,6 +163,56 @@ def run_job(
         finally:
             limit.cancel()
     return process.returncode
+
+
+class Jobs:
+    """Runs named jobs one after the other in a folder, with a progress line for each."""
+
+    def __init__(self, out: Path):
+        from rich.console import Console
+
+        self.out = out
+        self.console = Console()
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def say(self, text: str) -> None:
+        self.console.print(f"[{self.seconds:4.0f} s] {text}", markup=False, highlight=False)
+
+    def run(self, name: str, command: Sequence[str], limit_s: float = 3600.0) -> Path:
+        """The job's log, OUT/NAME.log; a job that fails ends the process with its last words."""
+        log = self.out / f"{name}.log"
+        with self.console.status(f"{name}: starting") as status:
+
+            def progress(line: str) -> None:
+                if match := _ITERATION.search(line):
+                    at, last, loss = int(match[1]), int(match[2]), float(match[3])
+                    text = f"{name}: iteration {at}/{last}, loss {loss:.4f}"
+                    status.update(text)
+                    if not self.console.is_terminal and at % max(5, last // 20) == 0:
+                        print(f"[{self.seconds:4.0f} s] {text}", flush=True)
+
+            code = run_job(command, log, progress, limit_s)
+        if code:
+            tail = "\n".join(log.read_text().splitlines()[-15:])
+            sys.exit(f"{name} ended with exit code {code}; the end of {log}:\n{tail}")
+        self.say(f"{name}: done")
+        return log
+
+    def plain(self, name: str, job: Rehearsal, data_parallel: int = 1) -> Log:
+        """Plain Megatron's console log."""
+        return read_log(self.run(name, job.plain(data_parallel)))
+
+    def recover(self, name: str, job: Rehearsal, replicas: int, *flags: str) -> RunRecord:
+        """The traces in OUT/NAME, which held an earlier run's perhaps."""
+        folder = self.out / name
+        for old in folder.glob("*.jsonl"):
+            old.unlink()
+        self.run(name, job.recover(replicas, folder, *flags))
+        return RunRecord(folder)
 
 
 def corpus(folder: Path) -> str:

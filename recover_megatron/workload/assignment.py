@@ -10,6 +10,7 @@ four more and withholds their gradient; `parse(str(a)) == a`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -46,11 +47,11 @@ class Assignment:
 
     def share(self, replica_id: int) -> tuple[int, ...]:
         """The ids of one replica; empty for a replica that is not in the assignment."""
-        return dict(self.shares).get(replica_id, ())
+        return _of(self.shares, replica_id)
 
     def parts(self, replica_id: int) -> tuple[int, ...]:
         """The sizes of what one replica withholds."""
-        return dict(self.withheld).get(replica_id, ())
+        return _of(self.withheld, replica_id)
 
     @property
     def committed(self) -> int:
@@ -89,13 +90,21 @@ def validate(assignment: Assignment, world: World, microbatches: int) -> None:
     """Raises InvariantViolation, printing the grid, unless ids 0..microbatches-1 are each assigned
     exactly once and only live replicas hold or withhold any (I1)."""
     ids = sorted(i for _, share in assignment.shares for i in share)
+    live = set(world.replicas)
     holders = [r for r, share in (*assignment.shares, *assignment.withheld) if share]
-    dead = [r for r in holders if r not in world.replicas]
+    dead = [r for r in holders if r not in live]
     if ids != list(range(microbatches)) or dead:
         raise InvariantViolation(
             f"expected each of {microbatches} microbatches once, on live replicas "
             f"{world.replicas} (world epoch {world.world_epoch}); got\n{assignment}"
         )
+
+
+def _of(pairs: tuple[tuple[int, tuple[int, ...]], ...], replica_id: int) -> tuple[int, ...]:
+    """One replica's entry of pairs that are ascending in replica id: there may be thousands."""
+    at = bisect_left(pairs, replica_id, key=lambda pair: pair[0])
+    found = at < len(pairs) and pairs[at][0] == replica_id
+    return pairs[at][1] if found else ()
 
 
 def _ranges(ids: tuple[int, ...]) -> str:

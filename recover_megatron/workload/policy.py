@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from recover_megatron.workload.assignment import Assignment
@@ -28,7 +29,7 @@ class ExactPolicy:
 
     def reassign(self, assignment: Assignment, world: World) -> Assignment:
         """The same iteration after the world shrank: the lost ids appended to survivors' shares."""
-        shares = {replica: list(assignment.share(replica)) for replica in world.replicas}
+        shares = _lists(assignment.shares, world)
         _spread(_lost(assignment, world), shares)
         return Assignment.of(shares)
 
@@ -58,8 +59,8 @@ class VersatilePolicy:
 
     def reassign(self, assignment: Assignment, world: World) -> Assignment:
         """The same iteration after the world shrank: spares promoted, the rest computed anew."""
-        shares = {replica: list(assignment.share(replica)) for replica in world.replicas}
-        withheld = {replica: list(assignment.parts(replica)) for replica in world.replicas}
+        shares = _lists(assignment.shares, world)
+        withheld = _lists(assignment.withheld, world)
         owed = _lost(assignment, world)
         for replica, parts in withheld.items():
             fitting = [total for total in accumulate(parts) if total <= len(owed)]
@@ -101,12 +102,23 @@ def _contiguous(replicas: Sequence[int], sizes: Sequence[int]) -> dict[int, rang
     }
 
 
+def _lists(pairs: Sequence[tuple[int, Sequence[int]]], world: World) -> dict[int, list[int]]:
+    """A list for each live replica, empty if `pairs` has none."""
+    given = dict(pairs)
+    return {replica: list(given.get(replica, ())) for replica in world.replicas}
+
+
 def _lost(assignment: Assignment, world: World) -> list[int]:
     """The ids of replicas that are no more, ascending."""
-    return sorted(i for r, ids in assignment.shares if r not in world.replicas for i in ids)
+    live = set(world.replicas)
+    return sorted(i for r, ids in assignment.shares if r not in live for i in ids)
 
 
 def _spread(ids: Sequence[int], shares: dict[int, list[int]]) -> None:
     """Each id to the replica with the fewest, lowest replica first."""
+    fewest = [(len(share), replica) for replica, share in shares.items()]
+    heapify(fewest)
     for microbatch in ids:
-        shares[min(shares, key=lambda r: (len(shares[r]), r))].append(microbatch)
+        size, replica = fewest[0]
+        shares[replica].append(microbatch)
+        heapreplace(fewest, (size + 1, replica))
