@@ -384,6 +384,8 @@ def load_checkpoint(
         print(f"pretrain.py: no checkpoint in {args.load}; starting from scratch", flush=True)
         return
     folder = Path(args.load) / f"iter_{int(tracker.read_text()):07d}"
+    if torch.distributed.get_rank() == 0:
+        print(f"  loading checkpoint {folder}", flush=True)
     wanted = _sharded_state(model, optimizer, scheduler, is_loading=True)
     loaded = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in _named(model):
@@ -395,6 +397,8 @@ def load_checkpoint(
     args.consumed_train_samples = common["consumed_train_samples"]
     args.consumed_valid_samples = common.get("consumed_valid_samples", 0)
     update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+    if torch.distributed.get_rank() == 0:
+        print(f"  loaded checkpoint of iteration {args.iteration}", flush=True)
 
 
 def checkpoint_and_decide_exit(

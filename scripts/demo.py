@@ -22,7 +22,6 @@ from rich.table import Table
 
 from recover_megatron.tools import compare
 from recover_megatron.tools.rehearsal import Jobs, Rehearsal, corpus
-from recover_megatron.tools.run_record import RunRecord
 
 LIMIT = 1e-5  # largest accepted difference of the loss
 
@@ -97,9 +96,7 @@ def main() -> int:
         replicas, faults = 4, "1.3@6:sync.2,0.1@14:backward.1"
     options = ("--recover-bucket-mb", "0.1", "--recover-check-replicas-interval", "5")
     reference = demo.recover("without-failures", job, replicas, *options)
-    record = demo.recover(
-        "with-failures", job, replicas, *options, "--recover-inject", faults
-    )
+    record = demo.recover("with-failures", job, replicas, *options, "--recover-inject", faults)
     tokens = job.tokens_per_iteration
     summary = compare.summarize(record, reference.losses, reference, tokens)
     summary["violations"] = record.violations(job.iterations, job.microbatches)

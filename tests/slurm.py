@@ -1,4 +1,4 @@
-"""A real Slurm over the hosts of tests/rig.py: slurmctld on the first, slurmd on each.
+"""A real Slurm over the hosts of tests/rig.py: slurmctld on the last, slurmd on each of the others.
 
 Needs root and Debian's slurm-wlm and munge.
 """
@@ -14,7 +14,7 @@ from tests.rig import Rig, _until, missing
 TOOLS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "munged", "mungekey")
 _CONF = """\
 ClusterName=rig
-SlurmctldHost=h0({h0})
+SlurmctldHost={controller}({address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -56,6 +56,7 @@ class Slurm:
 
     def __init__(self, rig: Rig, folder: Path):
         self._rig, self._folder = rig, folder
+        *self.nodes, self.controller = rig.names
         self._munged: subprocess.Popen | None = None
 
     def __enter__(self) -> Slurm:
@@ -65,9 +66,10 @@ class Slurm:
         (folder / "state").mkdir()
         nodes = "\n".join(
             f"NodeName={h} NodeAddr={rig.address(h)} CPUs=4 RealMemory=2000 State=UNKNOWN"
-            for h in rig.names
+            for h in self.nodes
         )
-        conf = _CONF.format(h0=rig.address("h0"), folder=folder, nodes=nodes)
+        where = {"controller": self.controller, "address": rig.address(self.controller)}
+        conf = _CONF.format(**where, folder=folder, nodes=nodes)
         (folder / "slurm.conf").write_text(conf)
         subprocess.run(["mungekey", "--create", f"--keyfile={folder}/munge.key"], check=True)
         files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
@@ -76,9 +78,9 @@ class Slurm:
         log = (folder / "munged.txt").open("wb")
         self._munged = subprocess.Popen(["munged", *words], stdout=log, stderr=log)
         _until((folder / "munge.socket").exists, "munged")
-        self("h0", "slurmctld")
-        for host in rig.names:
-            self(host, "slurmd", "-N", host)
+        self("slurmctld")
+        for host in self.nodes:
+            self("slurmd", "-N", host, host=host)
         _until(self._all_idle, "idle nodes")
         return self
 
@@ -88,16 +90,22 @@ class Slurm:
             self._munged.wait()
 
     def _all_idle(self) -> bool:
-        states = self("h0", "sinfo", "-h", "-N", "-o", "%t").split()
-        return states == ["idle"] * len(self._rig.names)
+        states = self("sinfo", "-h", "-N", "-o", "%t").split()
+        return states == ["idle"] * len(self.nodes)
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**self._rig.environment("h0"), "SLURM_CONF": f"{self._folder}/slurm.conf"}
+        """Of the controller's host."""
+        return {**self._rig.environment(self.controller), "SLURM_CONF": self._conf}
 
-    def __call__(self, host: str, *words: str) -> str:
-        """Runs a command of Slurm's on a host; what it says."""
-        env = {**self._rig.environment(host), "SLURM_CONF": f"{self._folder}/slurm.conf"}
+    @property
+    def _conf(self) -> str:
+        return f"{self._folder}/slurm.conf"
+
+    def __call__(self, *words: str, host: str | None = None) -> str:
+        """Runs a command of Slurm's, on the controller or another host; what it says."""
+        host = host or self.controller
+        env = {**self._rig.environment(host), "SLURM_CONF": self._conf}
         command = self._rig.command(host, list(words))
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
         if done.returncode:
@@ -106,5 +114,5 @@ class Slurm:
 
     def state(self, job: str) -> str:
         """RUNNING, PENDING, COMPLETED, ..."""
-        shown = self("h0", "scontrol", "show", "job", job)
+        shown = self("scontrol", "show", "job", job)
         return shown.partition("JobState=")[2].split()[0]

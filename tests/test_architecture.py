@@ -23,19 +23,30 @@ MAY_IMPORT = {
     "adapters": {"collectives", "recovery", "workload", "hosts"},
     "pretrain": {"workload", "pretrain_arguments"},
     "pretrain_arguments": set(),
-    "tools": {"adapters", "collectives", "recovery", "workload", "hosts"},
+    "simulation": {"recovery", "workload"},
+    "tools": {"adapters", "collectives", "recovery", "workload", "hosts", "simulation"},
 }
 OWNERS = {  # outside library -> the only places that may import it
     "mpi4py": {"collectives/ulfm.py"},
     "megatron": {"adapters/megatron/", "pretrain.py", "tools/prepare_data.py"},
     "torch": {"adapters/megatron/", "pretrain.py", "pretrain_arguments.py", "tools/launch.py"},
-    "matplotlib": {"tools/compare.py", "tools/report.py"},
+    "matplotlib": {"tools/compare.py", "tools/report.py", "tools/simulate.py"},
     "jinja2": {"tools/report.py"},
-    "yaml": {"tools/run_config.py"},
-    "rich": {"tools/doctor.py", "tools/prepare_c4.py", "tools/status.py"},
+    "yaml": {"tools/run_config.py", "tools/simulate.py"},
+    "rich": {
+        "tools/doctor.py",
+        "tools/prepare_c4.py",
+        "tools/rehearsal.py",
+        "tools/simulate.py",
+        "tools/status.py",
+    },
     "tokenizers": {"tools/prepare_data.py"},
 }
-PURE = ["recovery/machine.py", *(f"workload/{n}.py" for n in ("assignment", "policy", "samples"))]
+PURE = [
+    "recovery/machine.py",
+    *(f"workload/{n}.py" for n in ("assignment", "policy", "samples")),
+    *(f"simulation/{n}.py" for n in ("costs", "run")),
+]
 
 
 def imports(path: Path) -> set[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.adapters.megatron.session import EXIT_STOPPED
+from recover_megatron.adapters.megatron.session import EXIT_STOPPED, EXIT_TOO_FEW
 from recover_megatron.tools import cli, slurm
 from recover_megatron.tools.compare import Log, max_difference
 from recover_megatron.tools.rehearsal import Rehearsal, environment
@@ -64,15 +64,16 @@ def test_the_allocations_nodes_are_the_hosts(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cluster():
-    """In a folder of a short name: sockets in its hosts' temporary folders must fit."""
+    """Four nodes and a controller, in a folder of a short name: sockets in its hosts' temporary
+    folders must fit."""
     with tempfile.TemporaryDirectory(prefix="rig") as name:
         folder = Path(name)
-        with Rig(folder / "rig", 4) as rig, Slurm(rig, folder / "slurm") as running:
+        with Rig(folder / "rig", 5) as rig, Slurm(rig, folder / "slurm") as running:
             yield rig, running
 
 
 class Job:
-    """Submitted on the rig's first host by `launch --slurm`."""
+    """Submitted on the controller by `launch --slurm`."""
 
     def __init__(self, rig: Rig, running: Slurm, job: Rehearsal, folder: Path, *flags: str):
         self.slurm, self.run = running, folder / "run"
@@ -82,7 +83,9 @@ class Job:
         command[at:at] = ["--slurm", "--nodes", "4"]
         env = {**environment(), **running.environment}
         env.pop("SLURM_JOB_ID", None)
-        done = subprocess.run(rig.command("h0", command), env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            rig.command(running.controller, command), env=env, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         self.number = done.stdout.split("Slurm job ")[1].partition(";")[0]
 
@@ -90,6 +93,10 @@ class Job:
     def output(self) -> str:
         log = self.run / f"slurm-{self.number}.log"
         return log.read_text() if log.exists() else "no output"
+
+    @property
+    def state(self) -> str:
+        return self.slurm.state(self.number)
 
     @property
     def iteration(self) -> int:
@@ -101,12 +108,10 @@ class Job:
             assert time.monotonic() < limit, f"no {what} in {limit_s} s\n{self.output}"
             time.sleep(0.1)
 
-    def ends(self) -> str:
-        self.until((self.run / "exit_code").exists, "end")
-        self.until(
-            lambda: self.slurm.state(self.number) not in ("RUNNING", "COMPLETING"), "end of job"
-        )
-        return self.slurm.state(self.number)
+    def ends(self, run: Path | None = None) -> str:
+        self.until(((run or self.run) / "exit_code").exists, "end")
+        self.until(lambda: self.state not in ("RUNNING", "COMPLETING"), "end of job")
+        return self.state
 
 
 @pytest.fixture
@@ -128,13 +133,47 @@ class TestRealSlurm:
         pids = {e["replica"]: e["pid"] for e in read_traces(started.run) if e["event"] == "started"}
         rig.kill_process("h1", pids[1])
         started.until(lambda: started.iteration >= 15, "iteration 15")
-        running("h0", "scontrol", "update", "nodename=h2", "state=down", "reason=test")
+        running("scontrol", "update", "nodename=h2", "state=down", "reason=test")
         assert started.ends() == "COMPLETED", started.output
         record = RunRecord(started.run)
         assert (started.run / "exit_code").read_text().strip() == "0"
         assert record.survivors == [0, 3], started.output
         assert record.violations(job.iterations, job.microbatches) == []
         assert max_difference(record.losses, plain.losses) <= LOSS_LIMIT
+
+    def test_the_first_node_is_lost_and_another_ends_the_job(self, cluster, reference, tmp_path):
+        """With it the batch script, the launcher and mpirun."""
+        rig, running = cluster
+        job, plain = reference
+        started = Job(rig, running, job, tmp_path)
+        started.until(lambda: started.iteration >= 5, "iteration 5")
+        rig.kill("h0")
+        assert started.ends() == "CANCELLED", started.output  # by the other nodes, at the end
+        record = RunRecord(started.run)
+        assert (started.run / "exit_code").read_text().strip() == "0"
+        assert record.survivors == [1, 2, 3], started.output
+        assert record.violations(job.iterations, job.microbatches) == []
+        assert max_difference(record.losses, plain.losses) <= LOSS_LIMIT
+
+    def test_with_too_few_replicas_it_is_requeued_and_resumes(self, cluster, reference, tmp_path):
+        rig, running = cluster
+        job, plain = reference
+        save = str(tmp_path / "checkpoint")
+        flags = ("--save", save, "--load", save, "--recover-min-replicas", "4")
+        requeue = ("--recover-restart-command", "scontrol requeue $SLURM_JOB_ID")
+        started = Job(rig, running, job, tmp_path, *flags, *requeue)
+        started.until(lambda: started.iteration >= 5, "iteration 5")
+        pids = {e["replica"]: e["pid"] for e in read_traces(started.run) if e["event"] == "started"}
+        rig.kill_process("h1", pids[1])
+        started.until(lambda: started.state == "PENDING", "requeue")
+        running("scontrol", "update", f"jobid={started.number}", "starttime=now")
+        again = started.run / "restart-1"
+        assert started.ends(again) == "COMPLETED", started.output
+        assert (started.run / "exit_code").read_text().strip() == str(EXIT_TOO_FEW)
+        first, second = RunRecord(started.run), RunRecord(again)
+        assert min(second.commits) == max(first.commits) + 1
+        assert second.survivors == [0, 1, 2, 3]
+        assert max_difference(first.losses | second.losses, plain.losses) <= LOSS_LIMIT
 
     def test_a_signal_before_the_time_limit_ends_with_a_checkpoint(
         self, cluster, data_prefix, tmp_path
@@ -144,7 +183,7 @@ class TestRealSlurm:
         job = Rehearsal(data_prefix, 4000, 8, pp=2)
         started = Job(rig, running, job, tmp_path, "--save", str(save), "--save-interval", "9999")
         started.until(lambda: started.iteration >= 3, "iteration 3")
-        running("h0", "scancel", "--batch", "--signal=TERM", started.number)
+        running("scancel", "--batch", "--signal=TERM", started.number)
         state = started.ends()
         assert (started.run / "exit_code").read_text().strip() == str(EXIT_STOPPED)
         assert state == "FAILED"  # Slurm's word for a code that is not 0

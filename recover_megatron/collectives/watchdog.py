@@ -168,10 +168,10 @@ def watch(fd: int, pid: int, trace_path: str) -> None:
             if deadline and now > deadline + grace[what]:
                 helpers = helpers_of(pid)
                 _end(pid, trace_path, _WATCHED[what])
-                _end_helpers(helpers)
+                end_helpers(helpers)
                 return
         known = deadlines
-    _end_helpers(helpers)
+    end_helpers(helpers)
 
 
 def helpers_of(pid: int) -> dict[int, str]:
@@ -185,7 +185,8 @@ def helpers_of(pid: int) -> dict[int, str]:
     return found
 
 
-def _end_helpers(helpers: dict[int, str]) -> None:
+def end_helpers(helpers: dict[int, str]) -> None:
+    """SIGKILL to those of `helpers_of` that still run."""
     for pid, started in helpers.items():
         if started and _started(pid) == started:
             with contextlib.suppress(ProcessLookupError):

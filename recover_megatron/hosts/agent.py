@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
         "tunnel": [address, tunnel.port],
         "launcher": settings["launcher"],
         "password": settings["password"],
+        "orphaned": settings["orphaned"],
     }
     with log.open("ab") as output:
         remote = start_remote(settings, host, order, output)

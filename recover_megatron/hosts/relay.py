@@ -6,12 +6,14 @@ mpirun's host, which would be the end of all ranks here; and is this host's witn
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,8 @@ from recover_megatron.hosts.agent import URI
 from recover_megatron.hosts.folder import HostFolder
 from recover_megatron.hosts.tunnel import Tunnel, address_towards
 from recover_megatron.hosts.witness import Witness
+
+_END_S = 10.0  # from the end of this host's ranks to that of all others
 
 
 def main() -> None:
@@ -59,6 +63,8 @@ def _serve(order: dict[str, Any], folder: HostFolder) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: _kill_group(daemon))
     print(f"relay on {host}: daemon {daemon.pid}, witness at {here}:{witness.port}", flush=True)
     code = _wait(daemon, tunnel, witness, mpirun_is_fenced)
+    if tunnel.far_lost.is_set() or mpirun_is_fenced():
+        _in_the_launchers_place(order["orphaned"], witness)
     witness.stop()
     print(f"relay on {host}: ends, daemon's code {code}", flush=True)
     return code
@@ -83,6 +89,20 @@ def _wait(
             print("relay: mpirun is out of reach and no rank is left here", flush=True)
             _kill_group(daemon)
             return daemon.wait()
+
+
+def _in_the_launchers_place(orphaned: dict[str, list[str]], witness: Witness) -> None:
+    """The launcher's host was lost and the job has ended all the same: its last duty, such as to
+    end the Slurm job, is done from here. Other hosts may do it as well."""
+    limit = time.monotonic() + _END_S
+    while not witness.over and time.monotonic() < limit:
+        time.sleep(0.1)
+    (code,) = witness.folder.lines("done") or ("",)
+    command = orphaned.get(code) or orphaned.get("")
+    if code and command:
+        print(f"relay: in the launcher's place: {' '.join(command)}", flush=True)
+        with contextlib.suppress(OSError):
+            subprocess.run(command, timeout=_END_S, check=False)
 
 
 def _kill_group(daemon: subprocess.Popen[bytes]) -> None:

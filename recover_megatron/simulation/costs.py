@@ -1,4 +1,4 @@
-"""What a simulated job is, and what each thing that a system does costs: plain values in seconds."""
+"""What a simulated job is, and what each thing that a system does costs, in seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import log2
 
 @dataclass(frozen=True)
 class Growth:
-    """A cost that grows with the number of live replicas (collectives: a step for each doubling)."""
+    """A cost that grows with the live replicas (collectives: a step for each doubling)."""
 
     base_s: float
     per_doubling_s: float = 0.0
@@ -59,8 +59,8 @@ class Restart:
 class Recover:
     """Recovery inside the iteration, by recovery/machine.py and a policy of workload/policy.py.
 
-    `reduce` is what an iteration takes beyond its microbatches (T_r), `detect_s` from the failure to
-    its being known, `settle_s` what the first iteration on a new membership takes longer. Every
+    `reduce` is what an iteration takes beyond its microbatches (T_r), `detect_s` from the failure
+    to its being known, `settle_s` what the first iteration on a new membership takes longer. Every
     `regain_interval_s` (0: never) the job is saved and started anew at its full size, which takes
     `regain_s`: machines that were lost have been mended by then.
     """

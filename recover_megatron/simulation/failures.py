@@ -1,11 +1,11 @@
-"""Failure traces: when something fails, and which GPU it takes along. The same seed, the same trace.
+"""Failure traces: when something fails, and which GPU goes. The same seed, the same trace.
 
-    fixed:seconds=1080          one every 18 minutes
-    fixed:steps=5               one every five iterations, in the middle of the gradient's reduction
-    exponential:mean=1080       mean time between failures of the whole machine, in seconds
-    weibull:mean=1080:shape=0.7
-    file:PATH                   a CSV with the columns time_s and gpu
-    none
+fixed:seconds=1080          one every 18 minutes
+fixed:steps=5               one every five iterations, in the middle of the gradient's reduction
+exponential:mean=1080       mean time between failures of the whole machine, in seconds
+weibull:mean=1080:shape=0.7
+file:PATH                   a CSV with the columns time_s and gpu
+none
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from recover_megatron.tools.launch_hosts import (
     HostJob,
     parse_hosts,
     placement,
+    without_spares,
 )
 from recover_megatron.tools.model_size import model_size
 from recover_megatron.tools.run_config import RunConfig, check_flags, load
@@ -84,6 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what starts a command line on {host} (default: %(default)s)",
     )
     parser.add_argument(
+        "--spare-hosts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="leave K of the hosts idle: they stand in for hosts that do not answer at the start",
+    )
+    parser.add_argument(
         "--slurm",
         action="store_true",
         help="in an allocation: use its nodes; elsewhere: submit a job that does (--nodes)",
@@ -116,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args, script)
     if config is not None:
         script = config.words
-    script, trace_dir = _with_trace_dir(script)
+    script, trace_dir = _with_trace_dir(script, args.slurm)
     job = _read(script)
     replicas = args.replicas if args.replicas is not None else _replicas_for_gpus(job)
     if replicas < 1:
@@ -130,7 +138,9 @@ def run(args: argparse.Namespace) -> int:
             args.remote_shell = slurm.REMOTE_SHELL
     hosts: tuple[Host, ...] = ()
     if args.hosts:
-        hosts = parse_hosts(args.hosts, replicas, job.ranks_per_replica)
+        hosts = parse_hosts(args.hosts, replicas, job.ranks_per_replica, args.spare_hosts)
+        if not args.dry_run:
+            hosts = without_spares(hosts, args.spare_hosts, args.remote_shell)
     if args.dry_run:
         print(shlex.join(mpirun_command(job, replicas, script)))
         if hosts:
@@ -171,7 +181,7 @@ def _restart(command: str, code: int, run_dir: Path) -> int:
     print(f"recover: restarting: {command}", file=sys.stderr, flush=True)
     environment = {"RECOVER_EXIT_CODE": str(code), "RECOVER_RUN_DIR": str(run_dir)}
     try:
-        return subprocess.run(shlex.split(command), env=os.environ | environment).returncode
+        return subprocess.run(_words(command), env=os.environ | environment).returncode
     except OSError as error:
         print(f"recover-megatron launch: error: {command}: {error}", file=sys.stderr)
         return code
@@ -181,6 +191,7 @@ def _submit(args: argparse.Namespace, replicas: int, script: Sequence[str], run_
     if args.nodes is None or args.nodes < 1:
         raise ConfigError("--slurm outside an allocation submits a job: say how large, --nodes N")
     words = ["launch", "--slurm", "--replicas", str(replicas)]
+    words += ["--spare-hosts", str(args.spare_hosts)] if args.spare_hosts else []
     words += ["--report-stall", str(args.report_stall), "--", *script]
     if args.dry_run:
         print(slurm.batch_script(args.nodes, args.sbatch, words, run_dir), end="")
@@ -224,11 +235,25 @@ def _start(
     if not hosts:
         command = mpirun_command(job, replicas, script)
         return _run(command, os.environ, lambda mpirun: mpirun.wait(), run_dir)
-    with HostJob(hosts, run_dir, remote_shell) as host_job:
+    orphaned = _orphaned(job.config.restart_command)
+    with HostJob(hosts, run_dir, remote_shell, orphaned) as host_job:
         print(placement(hosts, replicas, job.ranks_per_replica), file=sys.stderr)
         command = mpirun_command(job, replicas, script, host_job.arguments)
         environment = {**os.environ, **host_job.environment}
         return _run(command, environment, host_job.wait, run_dir)
+
+
+def _orphaned(restart_command: str) -> dict[str, list[str]]:
+    """What another host does after the job's end if this one is lost: as `run` would."""
+    words = {"": slurm.end_of_job()} if slurm.in_allocation() else {}
+    if restart_command:
+        words[str(EXIT_TOO_FEW)] = _words(restart_command)
+    return words
+
+
+def _words(command: str) -> list[str]:
+    """A user's command line, with variables of the environment; no shell reads it."""
+    return [os.path.expandvars(word) for word in shlex.split(command)]
 
 
 def mpirun_command(
@@ -268,11 +293,14 @@ def _read(script: Sequence[str]) -> Job:
     return read_job(flags)
 
 
-def _with_trace_dir(script: Sequence[str]) -> tuple[list[str], str]:
+def _with_trace_dir(script: Sequence[str], in_slurm: bool) -> tuple[list[str], str]:
     """Every launched job has a run folder; one is named after the script and time if need be."""
     flag = "--recover-trace-dir"
     if flag in script[:-1]:
-        return list(script), script[script.index(flag) + 1]
+        words, at = list(script), script.index(flag) + 1
+        if in_slurm:
+            words[at] = slurm.run_folder(words[at])
+        return words, words[at]
     name = Path(script[0]).stem if script else "job"
     folder = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return [*script, flag, folder], folder

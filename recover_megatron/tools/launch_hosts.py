@@ -30,6 +30,7 @@ FORWARDED = ("PYTHON", "OMP_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "UCX_", "NVT
 FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH")
 # How long mpirun may take to see by itself that all ranks have ended.
 _GRACE_S = 1.5
+ANSWER_S = 60.0  # for a host to show that it is there
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,18 @@ class Host:
     slots: int
 
 
-def parse_hosts(text: str, replicas: int, ranks_per_replica: int) -> tuple[Host, ...]:
-    """`h0,h1` or `h0:8,h1:4` (ranks on each). Without numbers, whole replicas are spread evenly.
+def parse_hosts(
+    text: str, replicas: int, ranks_per_replica: int, spares: int = 0
+) -> tuple[Host, ...]:
+    """`h0,h1` or `h0:8,h1:4` (ranks on each). Without numbers, whole replicas are spread evenly
+    over all but `spares` of them.
 
     Raises ConfigError for a host named twice or for too few slots.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
-    per_host = -(-replicas // max(len(words), 1)) * ranks_per_replica
+    if not 0 <= spares < max(len(words), 1):
+        raise ConfigError(f"--spare-hosts {spares}: of {len(words)} hosts one at least must work")
+    per_host = -(-replicas // max(len(words) - spares, 1)) * ranks_per_replica
     hosts = []
     for word in words:
         name, colon, slots = word.partition(":")
@@ -55,10 +61,54 @@ def parse_hosts(text: str, replicas: int, ranks_per_replica: int) -> tuple[Host,
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or not names:
         raise ConfigError(f"--hosts {text!r}: " + (f"{twice[0]} twice" if twice else "no host"))
-    needed, offered = replicas * ranks_per_replica, sum(host.slots for host in hosts)
+    needed = replicas * ranks_per_replica
+    offered = sum(sorted(host.slots for host in hosts)[: len(hosts) - spares])
     if offered < needed:
         raise ConfigError(f"--hosts offers {offered} slots, but the job has {needed} ranks")
     return tuple(hosts)
+
+
+def without_spares(hosts: Sequence[Host], spares: int, remote_shell: str) -> tuple[Host, ...]:
+    """All but `spares` of the hosts: the first that answer. With spares, every host is asked, at
+    once, to run `true` within ANSWER_S.
+
+    Raises ConfigError naming those that do not answer, if too few do.
+    """
+    if not spares:
+        return tuple(hosts)
+    own = _this_host([host.name for host in hosts])[0]
+    asked = {
+        host.name: subprocess.Popen(
+            [*(word.replace("{host}", host.name) for word in shlex.split(remote_shell)), "true"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        for host in hosts
+        if host.name != own
+    }
+    limit = time.monotonic() + ANSWER_S
+    silent = {name: said for name, p in asked.items() if (said := _no_answer(p, limit)) is not None}
+    for name, said in silent.items():
+        print(f"recover: host {name} does not answer: {said}", file=sys.stderr)
+    chosen = [host for host in hosts if host.name not in silent][: len(hosts) - spares]
+    if len(chosen) < len(hosts) - spares:
+        raise ConfigError(
+            f"--hosts: {', '.join(silent)} of {len(hosts)} hosts do not answer, and there are only "
+            f"{spares} spares; mend them or start fewer replicas"
+        )
+    return tuple(chosen)
+
+
+def _no_answer(process: subprocess.Popen[bytes], limit: float) -> str | None:
+    """What was said instead; None for an answer."""
+    try:
+        said = process.communicate(timeout=max(0.1, limit - time.monotonic()))[1]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return f"nothing within {ANSWER_S:.0f} s"
+    return None if process.returncode == 0 else said.decode(errors="replace").strip()
 
 
 def placement(hosts: Sequence[Host], replicas: int, ranks_per_replica: int) -> str:
@@ -75,8 +125,17 @@ def placement(hosts: Sequence[Host], replicas: int, ranks_per_replica: int) -> s
 class HostJob(AbstractContextManager["HostJob"]):
     """What has to stand on the launcher's host before mpirun starts, and as long as it runs."""
 
-    def __init__(self, hosts: Sequence[Host], run_dir: Path, remote_shell: str):
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        run_dir: Path,
+        remote_shell: str,
+        orphaned: Mapping[str, Sequence[str]] | None = None,
+    ):
+        """`orphaned` is for a job that ends after this host was lost: the command that is run then
+        in the launcher's place, by exit code; that of "" for all others."""
         self._hosts = hosts
+        self._orphaned = {code: list(words) for code, words in (orphaned or {}).items()}
         self._logs = run_dir / "hosts"
         self._remote_shell = shlex.split(remote_shell)
         if not any("{host}" in word for word in self._remote_shell):
@@ -98,6 +157,7 @@ class HostJob(AbstractContextManager["HostJob"]):
             "python": sys.executable,
             "remote_shell": self._remote_shell,
             "directory": str(Path.cwd()),
+            "orphaned": self._orphaned,
         }
         self.folder.write("settings", json.dumps(settings))
         self.folder.write("hostfile", "".join(f"{h.name} slots={h.slots}\n" for h in self._hosts))

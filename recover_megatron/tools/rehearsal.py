@@ -1,4 +1,4 @@
-"""The small CPU job that the demo, the stress test, the paper's experiments and the test suite share.
+"""The small CPU job that the demo, the stress test, the paper's experiments and the tests share.
 
 A LLaMA-style GPT of a few hundred thousand parameters on the text of Python's standard library.
 """
@@ -182,36 +182,56 @@ class Jobs:
     def say(self, text: str) -> None:
         self.console.print(f"[{self.seconds:4.0f} s] {text}", markup=False, highlight=False)
 
-    def run(self, name: str, command: Sequence[str], limit_s: float = 3600.0) -> Path:
-        """The job's log, OUT/NAME.log; a job that fails ends the process with its last words."""
-        log = self.out / f"{name}.log"
+    def run(
+        self, name: str, command: Sequence[str], on_first: Callable[[], None] = lambda: None
+    ) -> Path:
+        """The job's log, OUT/NAME.log; `on_first` is called as the first iteration is logged. A job
+        that fails ends the process with its last words."""
+        log, started = self.out / f"{name}.log", False
         with self.console.status(f"{name}: starting") as status:
 
             def progress(line: str) -> None:
+                nonlocal started
                 if match := _ITERATION.search(line):
+                    if not started:
+                        started = True
+                        on_first()
                     at, last, loss = int(match[1]), int(match[2]), float(match[3])
                     text = f"{name}: iteration {at}/{last}, loss {loss:.4f}"
                     status.update(text)
                     if not self.console.is_terminal and at % max(5, last // 20) == 0:
                         print(f"[{self.seconds:4.0f} s] {text}", flush=True)
 
-            code = run_job(command, log, progress, limit_s)
+            code = run_job(command, log, progress, limit_s=3600)
         if code:
             tail = "\n".join(log.read_text().splitlines()[-15:])
             sys.exit(f"{name} ended with exit code {code}; the end of {log}:\n{tail}")
         self.say(f"{name}: done")
         return log
 
-    def plain(self, name: str, job: Rehearsal, data_parallel: int = 1) -> Log:
+    def plain(
+        self,
+        name: str,
+        job: Rehearsal,
+        data_parallel: int = 1,
+        on_first: Callable[[], None] = lambda: None,
+    ) -> Log:
         """Plain Megatron's console log."""
-        return read_log(self.run(name, job.plain(data_parallel)))
+        return read_log(self.run(name, job.plain(data_parallel), on_first))
 
-    def recover(self, name: str, job: Rehearsal, replicas: int, *flags: str) -> RunRecord:
+    def recover(
+        self,
+        name: str,
+        job: Rehearsal,
+        replicas: int,
+        *flags: str,
+        on_first: Callable[[], None] = lambda: None,
+    ) -> RunRecord:
         """The traces in OUT/NAME, which held an earlier run's perhaps."""
         folder = self.out / name
         for old in folder.glob("*.jsonl"):
             old.unlink()
-        self.run(name, job.recover(replicas, folder, *flags))
+        self.run(name, job.recover(replicas, folder, *flags), on_first)
         return RunRecord(folder)
 
 

@@ -34,8 +34,8 @@ class Calibration:
 @dataclass(frozen=True)
 class Outcome:
     """One system at one size. `goodput` is the tokens committed against those of the full machine
-    without failures, checkpoints or a recovery protocol in the same time: with the shortest `reduce`
-    of all systems."""
+    without failures, checkpoints or a recovery protocol in the same time: with the shortest
+    `reduce` of all systems."""
 
     system: str
     gpus: int
@@ -191,7 +191,14 @@ def _print(outcomes: Sequence[Outcome]) -> None:
     from rich.table import Table
 
     table = Table(title="simulated")
-    for column in ("GPUs", "system", "failures", "goodput", "tokens/s per live GPU", "replicas left"):
+    for column in (
+        "GPUs",
+        "system",
+        "failures",
+        "goodput",
+        "tokens/s per live GPU",
+        "replicas left",
+    ):
         table.add_column(column)
     for o in outcomes:
         rate = f"{o.tokens_per_gpu_s:.0f}"

@@ -50,6 +50,17 @@ def hosts_of_allocation() -> str:
     return ",".join(names)
 
 
+def run_folder(folder: str) -> str:
+    """A requeued job starts again with the same words; its traces go to a folder of their own."""
+    times = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return f"{folder}/restart-{times}" if times else folder
+
+
+def end_of_job() -> list[str]:
+    """What ends this allocation, where the batch script's own end cannot."""
+    return ["scancel", os.environ["SLURM_JOB_ID"]]
+
+
 def submit(nodes: int, more: Sequence[str], words: Sequence[str], run_dir: Path) -> str:
     """Write RUN_DIR/job.sbatch and submit it; the job's number. `words` are recover-megatron's."""
     if shutil.which("sbatch") is None:

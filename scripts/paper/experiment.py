@@ -52,10 +52,12 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]])
         writer.writerows(rows)
 
 
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def published(name: str) -> list[dict[str, str]]:
     """The rows of one of the paper's tables; empty where the tables are not at hand."""
     path = PUBLISHED / f"{name}.csv"
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_csv(path) if path.is_file() else []

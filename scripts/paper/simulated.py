@@ -20,8 +20,8 @@ from recover_megatron.tools.simulate import write_csv as write_outcomes
 
 CONFIGS = Path("configs/calibration")
 COLUMNS = ("table", "figure", "published", "simulated", "error")
-# When the eight failures of the long run on 128 GPUs came: the first, the time between, and how long
-# the last rate was measured. Fitted (grid search), since the paper's tables do not say it.
+# When the eight failures of the long run on 128 GPUs came: the first, the time between, and how
+# long the last rate was measured. Fitted (grid search), since the paper's tables do not say it.
 LONG_RUN = {"restart": (800, 650, 650), "recover": (1200, 700, 850)}
 SCALE = "512,2048,8192,32768,99968"
 
@@ -66,7 +66,8 @@ def _phases() -> Iterator[tuple[Any, ...]]:
     for row, span in zip(published("recover_throughput_phases_512gpu"), spans, strict=False):
         for name, result in runs.items():
             value = _rate(result, "iterations", *span)
-            yield _row("throughput, 512 GPUs", f"{name}, {row['phase']}", row[f"{name}_tok_s_gpu"], value)  # fmt: skip
+            figure = f"{name}, {row['phase']}"
+            yield _row("throughput, 512 GPUs", figure, row[f"{name}_tok_s_gpu"], value)
 
 
 def _rate(result: Result, known: str, first: float, last: float) -> float:

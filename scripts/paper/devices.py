@@ -1,0 +1,88 @@
+"""A fixed share of a core for each rank, as every rank has a GPU of its own on a cluster.
+
+Many ranks on few cores share them, so a rank that dies would make the others faster, which no GPU
+does. A control group for each rank (Linux, root) takes that away: it gets its share and no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from recover_megatron.collectives.watchdog import helpers_of
+
+V1, V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+PERIOD_US = 20_000
+RANKS = ("OMPI_COMM_WORLD_RANK", "RANK")
+
+
+def missing() -> str | None:
+    """Why there can be no fixed shares here; None if there can."""
+    if os.geteuid() != 0:
+        return "control groups need root"
+    if (V1 / "cpu.cfs_quota_us").exists():
+        return None
+    controllers = V2 / "cgroup.subtree_control"
+    if not controllers.exists() or "cpu" not in controllers.read_text().split():
+        return "no control groups for CPU time here"
+    return None
+
+
+class Devices(AbstractContextManager["Devices"]):
+    """`share` of one core for each rank of the jobs that this process starts. Does nothing where
+    `missing()`."""
+
+    def __init__(self, share: float):
+        self.share = share
+        self._root = V1 if (V1 / "cpu.cfs_quota_us").exists() else V2
+        self._groups: dict[str, Path] = {}
+
+    def __exit__(self, *_: object) -> None:
+        for group in self._groups.values():
+            for _try in range(100):  # a process that was killed leaves its group a moment later
+                with contextlib.suppress(OSError):
+                    group.rmdir()
+                    break
+                time.sleep(0.05)
+
+    def place(self) -> None:
+        """Every rank that runs now, with its helpers, into its group. Called once a job has done
+        its first iteration: starting is not slowed down."""
+        if missing():
+            return
+        for pid in helpers_of(os.getpid()):
+            rank = _rank(pid)
+            if rank is not None:
+                with contextlib.suppress(OSError):  # it has just ended
+                    (self._group(rank) / "cgroup.procs").write_text(str(pid))
+
+    def _group(self, rank: str) -> Path:
+        if rank not in self._groups:
+            group = self._root / f"recover-{os.getpid()}-{rank}"
+            group.mkdir()
+            quota = int(self.share * PERIOD_US)
+            if self._root == V1:
+                (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+                (group / "cpu.cfs_quota_us").write_text(str(quota))
+            else:
+                (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+            self._groups[rank] = group
+        return self._groups[rank]
+
+
+def process_of(rank: int) -> int:
+    """The process of a rank of the job that runs now, started by this process."""
+    pids = [pid for pid in helpers_of(os.getpid()) if _rank(pid) == str(rank)]
+    return min(pids)  # its helpers were started later
+
+
+def _rank(pid: int) -> str | None:
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    found = dict(word.decode(errors="replace").partition("=")[::2] for word in words)
+    return next((found[name] for name in RANKS if name in found), None)
