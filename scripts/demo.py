@@ -24,6 +24,13 @@ from recover_megatron.tools import compare
 from recover_megatron.tools.rehearsal import Jobs, Rehearsal, corpus
 
 LIMIT = 1e-5  # largest accepted difference of the loss
+FAULTS = "1.3@6:sync.2,0.1@14:backward.1"
+OPTIONS = ("--recover-bucket-mb", "0.1", "--recover-check-replicas-interval", "5")
+
+
+def full(prefix: str) -> Rehearsal:
+    """The demo's job; as a file: configs/demo.yaml."""
+    return Rehearsal(prefix, 20, 16, tp=2, pp=2, hidden_size=128, seq_length=128, layers=4)
 
 
 def step_time_ratio(demo: Jobs, job: Rehearsal) -> float:
@@ -89,14 +96,11 @@ def main() -> int:
     prefix = corpus(Path("runs/data"))
     demo.say("text prepared")
     if args.quick:
-        job = Rehearsal(prefix, 10, 8, tp=2, pp=2)
-        replicas, faults = 2, "1.2@4:sync.1"
+        job, replicas, faults = Rehearsal(prefix, 10, 8, tp=2, pp=2), 2, "1.2@4:sync.1"
     else:
-        job = Rehearsal(prefix, 20, 16, tp=2, pp=2, hidden_size=128, seq_length=128, layers=4)
-        replicas, faults = 4, "1.3@6:sync.2,0.1@14:backward.1"
-    options = ("--recover-bucket-mb", "0.1", "--recover-check-replicas-interval", "5")
-    reference = demo.recover("without-failures", job, replicas, *options)
-    record = demo.recover("with-failures", job, replicas, *options, "--recover-inject", faults)
+        job, replicas, faults = full(prefix), 4, FAULTS
+    reference = demo.recover("without-failures", job, replicas, *OPTIONS)
+    record = demo.recover("with-failures", job, replicas, *OPTIONS, "--recover-inject", faults)
     tokens = job.tokens_per_iteration
     summary = compare.summarize(record, reference.losses, reference, tokens)
     summary["violations"] = record.violations(job.iterations, job.microbatches)

@@ -20,10 +20,11 @@ from recover_megatron.adapters.megatron.arguments import (
     recovery_config,
     refuse_unsupported,
 )
+from recover_megatron.adapters.megatron.session import EXIT_TOO_FEW
 from recover_megatron.config import RecoveryConfig, flag_name
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools import cli, launch
-from recover_megatron.tools.launch_hosts import Host, parse_hosts, placement
+from recover_megatron.tools.launch_hosts import Host, parse_hosts, placement, without_spares
 from recover_megatron.tools.rehearsal import SCRIPT
 from recover_megatron.trace import Trace
 
@@ -268,6 +269,29 @@ def test_hosts_are_read_and_replicas_placed_whole():
     assert hosts == (Host("a", 8), Host("b", 8), Host("c", 8))
     assert placement(hosts, 5, 4) == "a: replicas 0, 1\nb: replicas 2, 3\nc: replicas 4"
     assert parse_hosts("a:4,b:2", 3, 2) == (Host("a", 4), Host("b", 2))
+
+
+def test_spares_stand_in_for_hosts_that_do_not_answer(capsys):
+    hosts = parse_hosts("127.0.0.2,127.0.0.3,127.0.0.4,127.0.0.5", 4, 2, spares=1)
+    assert [host.slots for host in hosts] == [4, 4, 4, 4]
+    shell = "sh -c 'test {host} != 127.0.0.3 || { echo no route >&2; false; }'"
+    chosen = without_spares(hosts, 1, shell)
+    assert [host.name for host in chosen] == ["127.0.0.2", "127.0.0.4", "127.0.0.5"]
+    assert "recover: host 127.0.0.3 does not answer: no route" in capsys.readouterr().err
+    assert without_spares(hosts, 0, shell) == hosts
+    assert len(without_spares(hosts, 1, "true {host}")) == 3
+    with pytest.raises(ConfigError, match="there are only 1 spares"):
+        without_spares(hosts, 1, "false {host}")
+
+
+def test_what_another_host_does_in_the_launchers_place(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert launch._orphaned("") == {}
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert launch._orphaned("scontrol requeue $SLURM_JOB_ID") == {
+        "": ["scancel", "7"],
+        str(EXIT_TOO_FEW): ["scontrol", "requeue", "7"],
+    }
 
 
 @pytest.mark.parametrize(

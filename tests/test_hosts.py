@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,20 @@ pytestmark = [
 class Training:
     """A job started on the rig's first host."""
 
-    def __init__(self, rig: rigs.Rig, job: Rehearsal, folder: Path, remote_shell: str = ""):
+    def __init__(
+        self,
+        rig: rigs.Rig,
+        job: Rehearsal,
+        folder: Path,
+        remote_shell: str = "",
+        spares: int = 0,
+    ):
         self.rig, self.run = rig, folder / "run"
         self.log = folder / "launch.log"
         options = ("--recover-bucket-mb", "0.05", "--recover-check-replicas-interval", "5")
-        command = job.recover(len(rig.names), self.run, *options)
+        command = job.recover(len(rig.names) - spares, self.run, *options)
         at = command.index("--replicas")
+        command[at:at] = ["--spare-hosts", str(spares)]
         command[at:at] = ["--hosts", ",".join(rig.names), "--remote-shell"]
         command.insert(at + 3, remote_shell or rig.remote_shell)
         with self.log.open("wb") as log:
@@ -167,3 +176,15 @@ def test_a_host_that_cannot_be_started_is_named_with_the_reason(job, tmp_path):
         assert started.process.wait(60) != 0
         assert "recover: host h1 did not start (code 255): ssh: connect" in started.log.read_text()
         nothing_is_left(started, ["h0", "h1"])
+
+
+def test_a_spare_host_stands_in_for_one_that_does_not_answer(job, tmp_path):
+    with rigs.Rig(tmp_path / "rig", 3) as rig:
+        rig.kill("h1")
+        started = Training(rig, replace(job, iterations=5), tmp_path, spares=1)
+        started.wait_for_the_end()
+        assert started.process.wait(60) == 0
+        said = started.log.read_text()
+        assert "recover: host h1 does not answer: ssh: connect" in said
+        assert "h0: replicas 0\nh2: replicas 1\n" in said
+        assert RunRecord(started.run).survivors == [0, 1]

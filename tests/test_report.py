@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,7 @@ from rich.console import Console
 from recover_megatron.tools import cli
 from recover_megatron.tools.progress import Progress, TraceTail
 from recover_megatron.tools.status import page
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+from tests import browser
 
 
 def write(folder: Path, replica: int, position: int, *events: dict) -> None:
@@ -131,17 +128,6 @@ def test_the_report_is_one_page_with_its_plots_beside_it(report):
     assert "http" not in re.sub(r"base64,[^\"]*", "", text)  # nothing is fetched
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (apt-get install chromium)")
+@browser.needed
 def test_the_report_in_a_browser(report, tmp_path):
-    """Every plot is decoded and has a size; the console is free of errors."""
-    script = (
-        "<script>addEventListener('load', () => { document.title = 'drawn ' + "
-        "[...document.images].filter(i => i.complete && i.naturalWidth > 500).length })</script>"
-    )
-    page = tmp_path / "probe.html"
-    page.write_text(report.read_text().replace("</body>", script + "</body>"))
-    words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    words += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom"]
-    done = subprocess.run([*words, page.as_uri()], capture_output=True, text=True, timeout=120)
-    assert "<title>drawn 5</title>" in done.stdout
-    assert "CONSOLE" not in done.stderr
+    assert browser.plots_drawn(report, tmp_path) == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import sysconfig
 from pathlib import Path
@@ -157,3 +158,22 @@ def test_a_dry_run_tells_the_size(capsys, data_prefix):
     assert "parameters; per rank" in out
     assert cli.main([*words, "--", "pretrain.py"]) == 2
     assert "not both" in capsys.readouterr().err
+
+
+def test_the_demos_file_is_the_demos_job(monkeypatch):
+    monkeypatch.syspath_prepend(str(CONFIGS.parent / "scripts"))
+    demo = importlib.import_module("demo")
+    job = demo.full("runs/data/stdlib")
+    words = [*job.flags, "--recover", *demo.OPTIONS, "--recover-inject", demo.FAULTS]
+    config = load(CONFIGS / "demo.yaml")
+    assert [float(w) if _number(w) else w for w in config.words[1:]] == [
+        float(w) if _number(w) else w for w in words
+    ]
+
+
+def _number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

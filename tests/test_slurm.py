@@ -14,8 +14,8 @@ import pytest
 
 from recover_megatron.adapters.megatron.session import EXIT_STOPPED, EXIT_TOO_FEW
 from recover_megatron.tools import cli, slurm
-from recover_megatron.tools.compare import Log, max_difference
-from recover_megatron.tools.rehearsal import Rehearsal, environment
+from recover_megatron.tools.compare import max_difference, read_log
+from recover_megatron.tools.rehearsal import Rehearsal, environment, run_job
 from recover_megatron.tools.run_record import RunRecord, last_iteration
 from recover_megatron.trace import read_traces
 from tests.rig import Rig
@@ -114,12 +114,12 @@ class Job:
         return self.state
 
 
-@pytest.fixture
-def reference(run, data_prefix):
-    job = Rehearsal(data_prefix, 40, 8, pp=2)
-    code, output = run(job.plain(), "plain")
-    assert code == 0, output
-    return job, Log(output)
+@pytest.fixture(scope="module")
+def reference(data_prefix, tmp_path_factory):
+    """The job, and its log by plain Megatron."""
+    job, log = Rehearsal(data_prefix, 40, 8, pp=2), tmp_path_factory.mktemp("plain") / "log"
+    assert run_job(job.plain(), log) == 0, log.read_text()
+    return job, read_log(log)
 
 
 class TestRealSlurm:

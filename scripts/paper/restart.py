@@ -47,7 +47,7 @@ class Plan:
 def plan(quick: bool, data: Path) -> Plan:
     job = Rehearsal(corpus(data), 0, 128, micro_batch_size=2)
     if quick:
-        return Plan(replace(job, global_batch_size=16), 4, 2, 2, 5, 4, 0.4)
+        return Plan(replace(job, global_batch_size=16), 4, 2, 1, 5, 4, 0.4)
     return Plan(job, 16, 10, 8, 32, 8, 0.1)
 
 
@@ -240,7 +240,7 @@ COST_COLUMNS = (
 
 def cost(quick: bool, data: Path, jobs: Jobs) -> dict[str, Any]:
     """One failure, N - 1 iterations after the checkpoint of iteration N (the paper's table)."""
-    intervals = (2, 4) if quick else (2, 4, 8, 16, 32, 64)
+    intervals = (2,) if quick else (2, 4, 8, 16, 32, 64)
     replicas, share = (2, 0.4) if quick else (4, 0.4)
     job = Rehearsal(corpus(data), 0, 16, micro_batch_size=2)
     rows: list[list[Any]] = []
