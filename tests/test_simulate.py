@@ -115,6 +115,13 @@ def test_a_failure_during_a_restart_starts_it_anew():
     assert result.last.time_s == pytest.approx(5.0 + 8.0 + 3.5)
 
 
+def test_failures_that_come_faster_than_restarts_end_with_the_time():
+    trace = parse_failures("fixed:seconds=5").failures(8, 0)
+    result = simulate(JOB, RESTART, trace, until_s=100)
+    assert result.last.iterations == 0  # the only one was never saved
+    assert 100 <= result.last.time_s < 120
+
+
 def test_the_checkpoint_interval_follows_dalys_rule():
     best = Restart(Growth(0.5), 2.0, 5.0, 1.0, 0.75, interval=0)
     result = simulate(JOB, best, [], until_iteration=40, mean_s=1000.0)

@@ -91,19 +91,20 @@ def simulate(
     """
     run: _Run
     if isinstance(system, Restart):
-        run = _Restarting(job, system, iter(failures), mean_s)
+        run = _Restarting(job, system, iter(failures), until_s, mean_s)
     else:
-        run = _Recovering(job, system, iter(failures))
+        run = _Recovering(job, system, iter(failures), until_s)
     while run.time_s < until_s and run.iterations < until_iteration and not run.result.ended:
-        run.advance(until_s, until_iteration)
+        run.advance(until_iteration)
     return run.result
 
 
 class _Run:
     """The clock, the pending failure, and the record."""
 
-    def __init__(self, job: Job, failures: Iterator[Failure]):
+    def __init__(self, job: Job, failures: Iterator[Failure], until_s: float):
         self.job = job
+        self.until_s = until_s
         self.failures = failures
         self.pending = next(failures, None)
         self.time_s = self.gpu_s = 0.0
@@ -112,7 +113,7 @@ class _Run:
         self.seen = 0
         self.result = Result(job, [Moment(0.0, 0.0, 0, job.replicas, 0)], [])
 
-    def advance(self, until_s: float, until_iteration: int) -> None:
+    def advance(self, until_iteration: int) -> None:
         raise NotImplementedError
 
     def pass_time(self, seconds: float) -> None:
@@ -140,9 +141,8 @@ class _Run:
         at = max(self.time_s, self.pending.time_s)
         return at if at < self.time_s + seconds else None
 
-    def untouched(self, iteration_s: float, until_s: float, until_iteration: int) -> int:
-        """How many whole iterations of this length come before the failure and the end."""
-        limit = min(until_s, float("inf"))
+    def untouched(self, iteration_s: float, limit: float, until_iteration: int) -> int:
+        """How many whole iterations of this length come before the failure and `limit`."""
         count = until_iteration - self.iterations
         if self.pending is not None and self.pending.iteration is not None:
             count = min(count, self.pending.iteration - 1 - self.iterations)
@@ -155,9 +155,14 @@ class _Run:
 
 class _Restarting(_Run):
     def __init__(
-        self, job: Job, system: Restart, failures: Iterator[Failure], mean_s: float | None
+        self,
+        job: Job,
+        system: Restart,
+        failures: Iterator[Failure],
+        until_s: float,
+        mean_s: float | None,
     ):
-        super().__init__(job, failures)
+        super().__init__(job, failures, until_s)
         self.system = system
         each = ceil(job.microbatches / job.replicas)
         self.reduce_s = system.reduce.at(job.replicas)
@@ -166,10 +171,10 @@ class _Restarting(_Run):
         self.interval = system.interval or max(1, round(best))
         self.saved = 0
 
-    def advance(self, until_s: float, until_iteration: int) -> None:
+    def advance(self, until_iteration: int) -> None:
         """To the next save, or through a failure."""
         goal = min(until_iteration, self.saved + self.interval)
-        count = self.untouched(self.iteration_s, until_s, goal)
+        count = self.untouched(self.iteration_s, self.until_s, goal)
         self.pass_time(count * self.iteration_s)
         self.iterations += count
         if self.iterations < goal:
@@ -201,7 +206,7 @@ class _Restarting(_Run):
         self.iterations = self.saved
         self.note()
         down_s = system.detect_s + system.restart_s + system.load_s + system.warmup_s
-        while (again := self.strikes(down_s)) is not None:
+        while (again := self.strikes(down_s)) is not None and again < self.until_s:
             self.take_failure()  # the restart starts anew
             self.pass_time(again - self.time_s)
         self.pass_time(down_s)
@@ -212,8 +217,8 @@ class _Restarting(_Run):
 
 
 class _Recovering(_Run):
-    def __init__(self, job: Job, system: Recover, failures: Iterator[Failure]):
-        super().__init__(job, failures)
+    def __init__(self, job: Job, system: Recover, failures: Iterator[Failure], until_s: float):
+        super().__init__(job, failures, until_s)
         self.system = system
         self.policy = make_policy(system.policy)
         self.layout = ReplicaLayout(job.replicas, job.gpus_per_replica)
@@ -231,10 +236,10 @@ class _Recovering(_Run):
         compute_s = _longest(Assignment(()), assignment) * self.job.compute_s
         self.iteration_s = compute_s + self.reduce_s + self.agree_s
 
-    def advance(self, until_s: float, until_iteration: int) -> None:
+    def advance(self, until_iteration: int) -> None:
         """Through the iterations that nothing touches, then through the one that a failure hits."""
         if self.settled:
-            limit = min(until_s, self.regain_at)
+            limit = min(self.until_s, self.regain_at)
             count = self.untouched(self.iteration_s, limit, until_iteration)
             self.pass_time(count * self.iteration_s)
             self.iterations += count
@@ -243,7 +248,7 @@ class _Recovering(_Run):
         if self.time_s + self.iteration_s > self.regain_at and self.settled:
             self._regain()
             self.note()
-        elif self.iterations < until_iteration and self.time_s < until_s:
+        elif self.iterations < until_iteration and self.time_s < self.until_s:
             self._iterate()
             self.note()
 
