@@ -63,7 +63,8 @@ def _serve(order: dict[str, Any], folder: HostFolder) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: _kill_group(daemon))
     print(f"relay on {host}: daemon {daemon.pid}, witness at {here}:{witness.port}", flush=True)
     code = _wait(daemon, tunnel, witness, mpirun_is_fenced)
-    if tunnel.far_lost.is_set() or mpirun_is_fenced():
+    if code is None:
+        code = daemon.wait()
         _in_the_launchers_place(order["orphaned"], witness)
     witness.stop()
     print(f"relay on {host}: ends, daemon's code {code}", flush=True)
@@ -75,9 +76,9 @@ def _wait(
     tunnel: Tunnel,
     witness: Witness,
     mpirun_is_fenced: Callable[[], bool],
-) -> int:
-    """Until the daemon has ended, by mpirun's order; or mpirun is lost and nothing is left to do
-    here."""
+) -> int | None:
+    """Until the daemon has ended, by mpirun's order: its code. None if mpirun is lost and nothing
+    is left to do here: the daemon has been killed."""
     while True:
         try:
             return daemon.wait(0.1)
@@ -88,12 +89,15 @@ def _wait(
         if tunnel.far_lost.is_set() or mpirun_is_fenced() or witness.folder.has("no_quorum"):
             print("relay: mpirun is out of reach and no rank is left here", flush=True)
             _kill_group(daemon)
-            return daemon.wait()
+            return None
 
 
 def _in_the_launchers_place(orphaned: dict[str, list[str]], witness: Witness) -> None:
     """The launcher's host was lost and the job has ended all the same: its last duty, such as to
-    end the Slurm job, is done from here. Other hosts may do it as well."""
+    end the Slurm job, is done from here. Other hosts may do it as well, but not those that had to
+    leave: the job goes on elsewhere."""
+    if witness.folder.has("no_quorum"):
+        return
     limit = time.monotonic() + _END_S
     while not witness.over and time.monotonic() < limit:
         time.sleep(0.1)

@@ -115,6 +115,7 @@ def _write(
         "no_shares_because": missing(),
         "replicas": p.replicas,
         "microbatches_per_iteration": p.job.microbatches,
+        "tokens_per_iteration": p.job.tokens_per_iteration,
         "checkpoint_interval": p.interval,
         "iterations_between_failures": p.every,
         "t_c_s": fit[0],

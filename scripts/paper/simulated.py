@@ -5,14 +5,15 @@ What was fitted and what follows is said in configs/calibration/paper_*.yaml.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiment import published, write_csv, write_summary
+from experiment import published, read_csv, write_csv, write_summary
 
-from recover_megatron.simulation.costs import Restart
+from recover_megatron.simulation.costs import Growth, Job, Recover, Restart
 from recover_megatron.simulation.failures import Failure, parse_failures
 from recover_megatron.simulation.run import Result, simulate
 from recover_megatron.tools.simulate import load, plot, sweep
@@ -30,7 +31,9 @@ def run(quick: bool, out: Path) -> dict[str, Any]:
     rows = [*_phases(), *_costs(), *_long_run()]
     folder = out / "simulated"
     write_csv(folder / "against_paper.csv", COLUMNS, rows)
-    worst = max(rows, key=lambda row: abs(row[4]))
+    worst = max(rows, key=lambda row: abs(row[4]), default=("", "", 0.0, 0.0, 0.0))
+    here = list(_here(out))
+    write_csv(folder / "against_here.csv", ("failure", "measured", "simulated", "error"), here)
     calibration = load(CONFIGS / "scale.yaml")
     sizes = [int(size) for size in SCALE.split(",")][: 2 if quick else None]
     trace, hours = parse_failures("exponential:mean=1080"), 6 if quick else 72
@@ -42,6 +45,7 @@ def run(quick: bool, out: Path) -> dict[str, Any]:
         "figures": len(rows),
         "within_5_percent": sum(abs(row[4]) <= 0.05 for row in rows),
         "worst": list(worst),
+        "largest_error_here": max((abs(row[3]) for row in here), default=None),
         "goodput": {f"{o.system} at {o.gpus} GPUs": o.goodput for o in outcomes},
     }
     write_summary(folder, summary)
@@ -116,3 +120,30 @@ def _long_run() -> Iterator[tuple[Any, ...]]:
             value = result.at("gpu_s", 3600 * hours)[2] * result.job.tokens / 1e6
             figure = f"{name}, {hours} GPU-hours"
             yield _row("million tokens, 128 GPUs", figure, row[f"{name}_mtokens"], value)
+
+
+def _here(out: Path) -> Iterator[tuple[Any, ...]]:
+    """Tokens/s per live rank after each failure of the run that was measured here, from its own
+    t_c, T_r, detection and repair: how good is the model where all constants are known?"""
+    path = out / "failures" / "summary.json"
+    if not path.is_file():
+        return
+    facts = json.loads(path.read_text())
+    measured = read_csv(out / "failures" / "after_failure.csv")
+    detect_s, repair_s, _ = facts["detect_repair_redo_s"]
+    job = Job(
+        facts["replicas"],
+        1,
+        facts["microbatches_per_iteration"],
+        facts["tokens_per_iteration"] // facts["microbatches_per_iteration"],
+        facts["t_c_s"],
+    )
+    system = Recover(Growth(facts["t_r_s"]), detect_s, Growth(repair_s), Growth(0.0))
+    every = facts["iterations_between_failures"]
+    losses = [Failure(k, iteration=every * (k + 1) + 1) for k in range(len(measured) + 1)]
+    last = every * (len(losses) + 1)
+    result = simulate(job, system, losses, until_iteration=last)
+    times = [cost.time_s for cost in result.costs]
+    for row, begin, end in zip(measured, times, times[1:], strict=False):
+        rate, simulated = float(row["recover_tok_s_rank"]), _rate(result, "time_s", begin, end)
+        yield row["failure"], rate, round(simulated, 2), round(simulated / rate - 1, 4)
