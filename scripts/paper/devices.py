@@ -1,7 +1,9 @@
 """A fixed share of a core for each rank, as every rank has a GPU of its own on a cluster.
 
 Many ranks on few cores share them, so a rank that dies would make the others faster, which no GPU
-does. A control group for each rank (Linux, root) takes that away: it gets its share and no more.
+does. A control group for each rank (Linux, root) takes that away: its training thread gets its
+share and no more. Other threads, such as gloo's and the watcher's, are the host's work, not the
+GPU's, and are not limited.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 
 from recover_megatron.collectives.watchdog import helpers_of
 
-V1, V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+ROOT = Path("/sys/fs/cgroup/cpu")  # version 1, which groups threads
 PERIOD_US = 20_000
 RANKS = ("OMPI_COMM_WORLD_RANK", "RANK")
 
@@ -23,12 +25,7 @@ def missing() -> str | None:
     """Why there can be no fixed shares here; None if there can."""
     if os.geteuid() != 0:
         return "control groups need root"
-    if (V1 / "cpu.cfs_quota_us").exists():
-        return None
-    controllers = V2 / "cgroup.subtree_control"
-    if not controllers.exists() or "cpu" not in controllers.read_text().split():
-        return "no control groups for CPU time here"
-    return None
+    return None if (ROOT / "cpu.cfs_quota_us").exists() else f"no control groups in {ROOT}"
 
 
 class Devices(AbstractContextManager["Devices"]):
@@ -37,7 +34,6 @@ class Devices(AbstractContextManager["Devices"]):
 
     def __init__(self, share: float):
         self.share = share
-        self._root = V1 if (V1 / "cpu.cfs_quota_us").exists() else V2
         self._groups: dict[str, Path] = {}
 
     def __exit__(self, *_: object) -> None:
@@ -49,34 +45,37 @@ class Devices(AbstractContextManager["Devices"]):
                 time.sleep(0.05)
 
     def place(self) -> None:
-        """Every rank that runs now, with its helpers, into its group. Called once a job has done
-        its first iteration: starting is not slowed down."""
+        """The training thread of every rank that runs now into its group. Called once a job has
+        done its first iteration: starting is not slowed down."""
         if missing():
             return
-        for pid in helpers_of(os.getpid()):
-            rank = _rank(pid)
-            if rank is not None:
-                with contextlib.suppress(OSError):  # it has just ended
-                    (self._group(rank) / "cgroup.procs").write_text(str(pid))
+        for rank, pid in _processes().items():
+            with contextlib.suppress(OSError):  # it has just ended
+                (self._group(rank) / "tasks").write_text(str(pid))
 
     def _group(self, rank: str) -> Path:
         if rank not in self._groups:
-            group = self._root / f"recover-{os.getpid()}-{rank}"
+            group = ROOT / f"recover-{os.getpid()}-{rank}"
             group.mkdir()
-            quota = int(self.share * PERIOD_US)
-            if self._root == V1:
-                (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-                (group / "cpu.cfs_quota_us").write_text(str(quota))
-            else:
-                (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(int(self.share * PERIOD_US)))
             self._groups[rank] = group
         return self._groups[rank]
 
 
 def process_of(rank: int) -> int:
     """The process of a rank of the job that runs now, started by this process."""
-    pids = [pid for pid in helpers_of(os.getpid()) if _rank(pid) == str(rank)]
-    return min(pids)  # its helpers were started later
+    return _processes()[str(rank)]
+
+
+def _processes() -> dict[str, int]:
+    """By rank; of a rank's processes the first: its helpers were started later."""
+    found: dict[str, int] = {}
+    for pid in sorted(helpers_of(os.getpid())):
+        rank = _rank(pid)
+        if rank is not None:
+            found.setdefault(rank, pid)
+    return found
 
 
 def _rank(pid: int) -> str | None:

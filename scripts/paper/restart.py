@@ -48,7 +48,7 @@ def plan(quick: bool, data: Path) -> Plan:
     job = Rehearsal(corpus(data), 0, 128, micro_batch_size=2)
     if quick:
         return Plan(replace(job, global_batch_size=16), 4, 2, 1, 5, 4, 0.4)
-    return Plan(job, 16, 10, 8, 32, 8, 0.1)
+    return Plan(job, 16, 10, 8, 24, 8, 0.1)
 
 
 def run(quick: bool, data: Path, jobs: Jobs) -> dict[str, Any]:
