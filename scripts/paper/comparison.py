@@ -46,6 +46,14 @@ def summary(out: Path, name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
+def passes_reference_at(failures: dict[str, Any]) -> float | None:
+    """G at which G s / (G t_c + T_r) is the reference's throughput; None if it never is."""
+    tokens = failures["tokens_per_iteration"] / failures["microbatches_per_iteration"]
+    reference = failures["reference_tok_s_rank"]
+    gained = tokens - reference * failures["t_c_s"]
+    return reference * failures["t_r_s"] / gained if gained > 0 else None
+
+
 def rows(out: Path) -> list[Row]:
     """Of what has been measured so far."""
     found: list[Row] = []
@@ -84,6 +92,8 @@ def _failures(out: Path, facts: dict[str, Any], source: str) -> Iterator[Row]:
         figure = f"throughput per GPU, recover / restart, after failure {k + 1}"
         theirs = paper[k] if k < len(paper) else None
         yield Row(figure, theirs, ours, "measured", "failures", source)
+    figure = "G at which the survivors pass the reference (fit; published: between 128 and 256)"
+    yield Row(figure, None, passes_reference_at(facts), "measured", "failures", source)
     totals = published("recover_tokens_per_gpu_hour_128gpu")
     more = None
     if totals:

@@ -183,15 +183,14 @@ def _throughput(out: Path) -> Section | None:
     axes.set_ylabel("tokens/s per rank")
     axes.set_ylim(bottom=0)
     axes.legend()
-    passes = facts["passes_reference_at_g"]
+    passes = comparison.passes_reference_at(facts)
+    measured = facts["passes_reference_at_g"]
     text = (
-        f"Fit: t_c = {1000 * facts['t_c_s']:.0f} ms, T_r = {1000 * facts['t_r_s']:.0f} ms. "
-        + (
-            f"The survivors pass plain Megatron without failures at G = {passes}."
-            if passes
-            else "The survivors do not pass plain Megatron without failures."
-        )
-        + " Below: tokens/s per rank before, between and after the failures."
+        f"Fit: t_c = {1000 * facts['t_c_s']:.0f} ms, T_r = {1000 * facts['t_r_s']:.0f} ms. By the "
+        "fit the survivors "
+        + (f"pass plain Megatron at G = {passes:.1f}" if passes else "never pass plain Megatron")
+        + (f"; the first measured point above it is G = {measured}. " if measured else ". ")
+        + "Below: tokens/s per rank before, between and after the failures."
     )
     tables = [_table(out / "failures" / name) for name in ("throughput.csv", "phases.csv")]
     paper = published("recover_throughput_phases_512gpu")
