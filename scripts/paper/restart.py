@@ -35,7 +35,7 @@ class Plan:
     lost: int
     compared: int
     every: int
-    interval: int  # of checkpoints
+    interval: int  # of checkpoints; no divisor of `every`: failures strike anywhere between two
     share: float  # of a core, for each rank
 
     @property
@@ -48,12 +48,15 @@ def plan(quick: bool, data: Path) -> Plan:
     job = Rehearsal(corpus(data), 0, 128, micro_batch_size=2)
     if quick:
         return Plan(replace(job, global_batch_size=16), 4, 2, 1, 5, 4, 0.4)
-    return Plan(job, 16, 10, 8, 24, 8, 0.1)
+    return Plan(job, 16, 10, 8, 24, 10, 0.1)
 
 
 def run(quick: bool, data: Path, jobs: Jobs) -> dict[str, Any]:
     name, p = "failures", plan(quick, data)
     job = replace(p.job, iterations=p.failures[-1] + p.every - 1)
+    # Three jobs of different lengths, and one schedule of the learning rate.
+    p = replace(p, job=replace(p.job, extra=("--lr-decay-iters", str(job.iterations))))
+    job = replace(job, extra=p.job.extra)
     with Devices(p.share) as devices:
         steady = replace(job, iterations=3 * p.every)
         reference = jobs.plain(f"{name}/reference", steady, p.replicas, devices.place)
