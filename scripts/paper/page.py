@@ -209,7 +209,8 @@ def _cost(out: Path) -> Section | None:
     text = (
         "Seconds from the last checkpoint, saved every N iterations, to the same iteration "
         "after a failure. On one machine torchrun sees a killed process at once, the checkpoint is "
-        "small and on a local disk, and starting Python is what a restart costs."
+        "small and on a local disk, and starting Python is what a restart costs. The save is the "
+        "job's first, which starts Megatron's writer processes."
     )
     tables = [_table(out / "cost" / "cost.csv")]
     paper = published("recover_failure_cost_128gpu")
