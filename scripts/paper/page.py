@@ -128,13 +128,14 @@ def _failures(out: Path) -> Section | None:
     rows = read_csv(out / "failures" / "after_failure.csv")
     figure, axes = _figure()
     failures = _column(rows, "failure")
-    axes.semilogy(failures, _column(rows, "ratio"), "C0o-", label="measured here")
+    axes.plot(failures, _column(rows, "ratio"), "C0o-", label="measured here")
     paper = published("recover_vs_restart_after_failure_128gpu")
     if paper:
         known = (_column(paper, "failure"), _column(paper, "ratio"))
-        axes.semilogy(*known, "C3s--", label="paper, 128 GPUs")
+        axes.plot(*known, "C3s--", label="paper, 128 GPUs")
     axes.set_xlabel("after failure")
     axes.set_ylabel("tokens/s per rank,\nrecover / restart")
+    axes.set_ylim(bottom=0)
     axes.legend()
     plots = [_encode(figure, out / "after_failure.png")]
     figure, axes = _figure()
