@@ -38,7 +38,7 @@ class Row:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+    return "" if value is None else f"{value:.4g}"
 
 
 def summary(out: Path, name: str) -> dict[str, Any] | None:
@@ -76,8 +76,9 @@ def _loss(out: Path, facts: dict[str, Any], source: str) -> Iterator[Row]:
     for where, more in (("", facts), (", 4 x TP2 x PP2", summary(out, "loss_curve_3d"))):
         if more is None:
             continue
+        source = f"{more['date']}, {more['commit']}"
         for policy in ("versatile", "exact"):
-            d, words = more[policy], f"|loss - reference|, `{policy}`{where}"
+            d, words = more[policy], f"difference of the loss, `{policy}`{where}"
             paper = (mean, largest) if policy == "versatile" and not where else (None, None)
             yield Row(f"{words}: mean", paper[0], d["mean"], "measured", "curve", source)
             yield Row(f"{words}: largest", paper[1], d["maximum"], "measured", "curve", source)
