@@ -65,7 +65,9 @@ def _serve(order: dict[str, Any], folder: HostFolder) -> int:
     code = _wait(daemon, tunnel, witness, mpirun_is_fenced)
     if code is None:
         code = daemon.wait()
-        _in_the_launchers_place(order["orphaned"], witness)
+        # The end of mpirun alone proves nothing: the launcher ends it when the job is over.
+        if launcher_name in folder.lines("dead") | folder.lines("silent"):
+            _in_the_launchers_place(order["orphaned"], witness)
     witness.stop()
     print(f"relay on {host}: ends, daemon's code {code}", flush=True)
     return code
