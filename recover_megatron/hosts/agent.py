@@ -16,6 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,20 @@ def main(argv: list[str]) -> int:
     return code or 1
 
 
+def remote_words(remote_shell: Sequence[str], host: str, command: str) -> list[str]:
+    """The user's remote shell, running a command line on `host`."""
+    return [*(word.replace("{host}", host) for word in remote_shell), command]
+
+
 def start_remote(
     settings: dict[str, Any], host: str, order: dict[str, Any], output: Any
 ) -> subprocess.Popen[bytes]:
     """The relay on `host`, by the user's remote shell; the order goes to its standard input, so
     that no password stands in a list of processes."""
     words = [settings["python"], "-m", "recover_megatron.hosts.relay"]
-    template = settings["remote_shell"]
     quoted = shlex.join(words)  # ssh gives one string to the remote user's shell
     remote = subprocess.Popen(
-        [*(word.replace("{host}", host) for word in template), quoted],
+        remote_words(settings["remote_shell"], host, quoted),
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=output,

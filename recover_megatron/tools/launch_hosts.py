@@ -19,7 +19,7 @@ from pathlib import Path
 
 from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE
 from recover_megatron.errors import ConfigError
-from recover_megatron.hosts.agent import SETTINGS
+from recover_megatron.hosts.agent import SETTINGS, remote_words
 from recover_megatron.hosts.folder import HostFolder
 from recover_megatron.hosts.tunnel import address_towards
 from recover_megatron.hosts.witness import Witness
@@ -79,7 +79,7 @@ def without_spares(hosts: Sequence[Host], spares: int, remote_shell: str) -> tup
     own = _this_host([host.name for host in hosts])[0]
     asked = {
         host.name: subprocess.Popen(
-            [*(word.replace("{host}", host.name) for word in shlex.split(remote_shell)), "true"],
+            remote_words(shlex.split(remote_shell), host.name, "true"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
