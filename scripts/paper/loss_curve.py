@@ -43,7 +43,7 @@ def curves(quick: bool, data: Path) -> list[Curve]:
     if quick:
         return [Curve("loss_curve", Rehearsal(prefix, 16, 16, micro_batch_size=2), 4, 2, 10)]
     flat = Rehearsal(prefix, 259, 512, micro_batch_size=8, extra=RATE)
-    solid = Rehearsal(prefix, 259, 64, micro_batch_size=4, tp=2, pp=2, extra=RATE)
+    solid = Rehearsal(prefix, 259, 640, micro_batch_size=40, tp=2, pp=2, extra=RATE)
     return [Curve("loss_curve", flat, 16, 8, 2), Curve("loss_curve_3d", solid, 4, 2, 10)]
 
 
