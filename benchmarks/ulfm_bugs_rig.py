@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from recover_megatron.adapters.megatron.arguments import read_job  # noqa: E402
-from recover_megatron.tools.launch import _run, mpirun_command  # noqa: E402
+from recover_megatron.tools.launch import mpirun_command, run_mpirun  # noqa: E402
 from recover_megatron.tools.launch_hosts import HostJob, parse_hosts  # noqa: E402
 from recover_megatron.tools.rehearsal import environment  # noqa: E402
 from recover_megatron.tools.run_record import RunRecord, last_iteration  # noqa: E402
@@ -46,7 +46,7 @@ def launch(remote_shell: str, run_dir: str) -> int:
         more = ["-x", "BENCH_STEPS"]
         command[1:1] = more
         env = {**os.environ, **host_job.environment}
-        return _run(command, env, host_job.wait, Path(run_dir))
+        return run_mpirun(command, env, host_job.wait, Path(run_dir))
 
 
 def one_job(seed: int, folder: Path) -> Counter[str]:

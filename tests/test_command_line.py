@@ -199,9 +199,9 @@ def test_the_launcher_asks_once_then_hands_signals_on(tmp_path, training, signal
         "print('ready', flush=True)\ntime.sleep(60)"
     )
     parent = (
-        "import os, pathlib, sys; from recover_megatron.tools.launch import _run\n"
+        "import os, pathlib, sys; from recover_megatron.tools.launch import run_mpirun\n"
         f"command, folder = [sys.executable, '-c', {code!r}], pathlib.Path({str(tmp_path)!r})\n"
-        "sys.exit(_run(command, os.environ, lambda mpirun: mpirun.wait(), folder))"
+        "sys.exit(run_mpirun(command, os.environ, lambda mpirun: mpirun.wait(), folder))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True

@@ -234,13 +234,13 @@ def _start(
     """mpirun's own code; the job's stands in the run folder."""
     if not hosts:
         command = mpirun_command(job, replicas, script)
-        return _run(command, os.environ, lambda mpirun: mpirun.wait(), run_dir)
+        return run_mpirun(command, os.environ, lambda mpirun: mpirun.wait(), run_dir)
     orphaned = _orphaned(job.config.restart_command)
     with HostJob(hosts, run_dir, remote_shell, orphaned) as host_job:
         print(placement(hosts, replicas, job.ranks_per_replica), file=sys.stderr)
         command = mpirun_command(job, replicas, script, host_job.arguments)
         environment = {**os.environ, **host_job.environment}
-        return _run(command, environment, host_job.wait, run_dir)
+        return run_mpirun(command, environment, host_job.wait, run_dir)
 
 
 def _orphaned(restart_command: str) -> dict[str, list[str]]:
@@ -318,7 +318,7 @@ def _replicas_for_gpus(job: Job) -> int:
     return gpus // job.ranks_per_replica
 
 
-def _run(
+def run_mpirun(
     command: Sequence[str],
     environment: Mapping[str, str],
     wait: Callable[[subprocess.Popen[bytes]], int],
