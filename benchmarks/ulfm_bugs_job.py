@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
     session._own_torch_world = lambda *facts: None  # torch is not needed, and slow to import
     driver_job.STEPS = int(os.environ.get("BENCH_STEPS", driver_job.STEPS))
+    driver_job.SIZE = int(os.environ.get("BENCH_SIZE", driver_job.SIZE))
     try:
         driver_job.main()
     except BaseException as error:  # noqa: BLE001

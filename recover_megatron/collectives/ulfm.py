@@ -7,13 +7,14 @@ errors count as failures: any other MPI error is a bug and is raised as it is.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import mpi4py
 
@@ -23,6 +24,7 @@ mpi4py.rc.finalize = False  # hangs or aborts after failures; ranks leave by os.
 import numpy as np  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
+from recover_megatron.collectives import ring  # noqa: E402
 from recover_megatron.collectives.transport import (  # noqa: E402
     EAGER_BYTES,
     Array,
@@ -35,7 +37,14 @@ _FAILURE_CLASSES = frozenset(
     (MPI.ERR_PROC_ABORTED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 )
 _NAP_S = 0.0005
-_OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
+# Up to so many bytes MPI reduces by itself: fewer steps, and no message that long is pending.
+_SMALL_BYTES = 4096
+_OPS = {
+    "sum": (MPI.SUM, np.add),
+    "min": (MPI.MIN, np.minimum),
+    "max": (MPI.MAX, np.maximum),
+}
+_T = TypeVar("_T")
 
 
 class UlfmTransport:
@@ -58,6 +67,8 @@ class UlfmTransport:
         self._world: MPI.Comm = MPI.COMM_WORLD.Dup()
         self._group: MPI.Comm = MPI.COMM_NULL
         self._initial = self._watched.Get_group()
+        self._scratch: Array = np.empty(0, dtype=np.uint8)
+        self._abandoned: list[object] = []
         ranks_here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
         self._crowded = ranks_here > len(os.sched_getaffinity(0))
         self.watchdog: Watchdog | None = None
@@ -71,17 +82,54 @@ class UlfmTransport:
 
     def _reduce(self, comm: MPI.Comm, call: str, send: Array, receive: Array, op: str) -> None:
         check_pair(send, receive)
-        # libnbc sends whole buffers in a small group, else a ring of parts.
-        parts = comm.Get_size() if comm.Get_size() >= 4 else 1
-        count = parts * max(1, EAGER_BYTES // send.itemsize)
+        mpi_op, combine = _OPS[op]
         try:
+            if send.nbytes <= _SMALL_BYTES:
+                self._wait(comm.Iallreduce(send, receive, mpi_op))
+                return
+            rank, size = comm.Get_rank(), comm.Get_size()
+            count = size * max(1, EAGER_BYTES // send.itemsize)
+            scratch = self._scratch_of(ring.longest_chunk(min(count, send.size), size), send.dtype)
+            exchange = functools.partial(self._exchange, comm, (rank + 1) % size, (rank - 1) % size)
             for first in range(0, send.size, count):
-                piece = slice(first, first + count)
-                self._wait(comm.Iallreduce(send[piece], receive[piece], _OPS[op]))
+                out, into = send[first : first + count], receive[first : first + count]
+                ring.all_reduce(rank, size, out, into, scratch, combine, exchange)
         except MPI.Exception as error:
-            # A non-blocking collective that cannot post to a dead peer says MPI_ERR_OTHER.
-            known = comm.Is_revoked() or comm.Get_failed().Get_size() > 0
-            raise _lost(error, call, lost_is_known=known) from None
+            # An operation that cannot post to a dead peer says MPI_ERR_OTHER.
+            raise _lost(error, call, lost_is_known=_is_broken(comm)) from None
+
+    def _scratch_of(self, count: int, dtype: Any) -> Array:
+        size = count * dtype.itemsize
+        if self._scratch.nbytes < size:
+            self._scratch = np.empty(size, dtype=np.uint8)
+        return self._scratch[:size].view(dtype)
+
+    def _exchange(
+        self, comm: MPI.Comm, to: int, source: int, outgoing: Array, incoming: Array
+    ) -> None:
+        """See ring.Exchange. What is pending when it raises is kept for good, with its memory:
+        freeing a send that fails later ends the rank, and its abort the job (docs/log.md)."""
+        pending = [comm.Irecv(incoming, source)]
+        try:
+            pending.append(comm.Isend(outgoing, to))
+            self._wait(pending[0])
+            self._wait_sent(comm, pending[1])
+        except MPI.Exception:
+            self._abandoned.append((pending, outgoing, incoming))
+            self._scratch = np.empty(0, dtype=np.uint8)
+            raise
+
+    def _wait_sent(self, comm: MPI.Comm, request: MPI.Request) -> None:
+        """As `_wait`. But MPI_Test frees a send whose peer has died, see `_exchange`; asking for
+        its status does not, and does not tell either."""
+        status = MPI.Status()
+        while not self._prompt(lambda: request.Get_status(status)):
+            if _is_broken(comm):
+                raise MPI.Exception(MPI.ERR_PROC_FAILED)
+            self._nap()
+        if status.Get_error() != MPI.SUCCESS:
+            raise MPI.Exception(MPI.ERR_PROC_FAILED)
+        request.Wait()  # complete: to free it
 
     def agree(self, flags: int) -> int:
         flag = np.array([flags], dtype=np.int32)
@@ -99,17 +147,23 @@ class UlfmTransport:
         MPI's blocking calls spin. With more ranks than cores that starves whoever must run for a
         failure to be seen, mpirun and the watchers: for up to 19 s on Linux 6.18 (docs/log.md).
         """
-        watchdog = self.watchdog
-        while True:
-            if watchdog is not None:
-                watchdog.calls_mpi()
-            complete = request.Test()
-            if watchdog is not None:
-                watchdog.called_mpi()
-            if complete:
-                return
-            if self._crowded:
-                time.sleep(_NAP_S)
+        while not self._prompt(request.Test):
+            self._nap()
+
+    def _nap(self) -> None:
+        if self._crowded:
+            time.sleep(_NAP_S)
+
+    def _prompt(self, call: Callable[[], _T], with_peers: bool = False) -> _T:
+        """A call of MPI that ends soon by itself, or once all peers have made it, which they do at
+        about the same time: if it does not, the watchdog ends this rank."""
+        if self.watchdog is None:
+            return call()
+        self.watchdog.calls_mpi(with_peers)
+        try:
+            return call()
+        finally:
+            self.watchdog.called_mpi()
 
     def revoke(self) -> None:
         for comm in (self._group, self._world):
@@ -124,12 +178,15 @@ class UlfmTransport:
         return frozenset(ranks)
 
     def shrink(self) -> tuple[int, ...]:
-        self._world = self._world.Shrink()
+        self._world = self._prompt(self._world.Shrink, with_peers=True)
         return self._initial_ranks(self._world.Get_group())
 
     def split(self, position: int) -> None:
+        world = self._world
         try:
-            self._group = self._world.Split(position, self._world.Get_rank())
+            self._group = self._prompt(
+                lambda: world.Split(position, world.Get_rank()), with_peers=True
+            )
         except MPI.Exception as error:
             raise _lost(error, "split") from None
 
@@ -158,6 +215,14 @@ class UlfmTransport:
     def _initial_ranks(self, group: MPI.Group) -> tuple[int, ...]:
         members = list(range(group.Get_size()))
         return tuple(MPI.Group.Translate_ranks(group, members, self._initial))
+
+
+def _is_broken(comm: MPI.Comm) -> bool:
+    """True if it is revoked, or one of its members is known to have failed."""
+    failed = comm.Get_failed()
+    broken = comm.Is_revoked() or failed.Get_size() > 0
+    failed.Free()
+    return broken
 
 
 def _lost(error: MPI.Exception, call: str, lost_is_known: bool = False) -> ReplicaLost:

@@ -35,7 +35,7 @@ STACK_SIGNAL = signal.SIGUSR2  # faulthandler answers without Python's lock
 _WATCHED = (
     "no progress of its own",
     "its watcher thread does not run: stuck in Open MPI, or Python's lock is held",
-    "its training thread is stuck in a call of Open MPI that does not wait",
+    "its training thread is stuck in a call of Open MPI",
 )
 _OWN, _WATCHER, _CALL = range(len(_WATCHED))
 _FORMAT = f"{len(_WATCHED)}d"
@@ -120,12 +120,14 @@ class Watchdog:
     def watcher_ends(self) -> None:
         self._write(_WATCHER, 0.0)
 
-    def calls_mpi(self) -> None:
-        """By the training thread before a call that must return at once; `called_mpi` after it."""
-        self._write(_CALL, self._mpi_limit())
+    def calls_mpi(self, with_peers: bool = False) -> None:
+        """By the training thread before a call that must return at once, or, `with_peers`, when all
+        peers have made it; `called_mpi` after it. Peers have twice the time, so that of ranks that
+        wait for a stuck one, that one alone is ended."""
+        self._write(_CALL, self._mpi_limit(2 if with_peers else 1))
 
-    def _mpi_limit(self) -> float:
-        return time.monotonic() + (MPI_LIMIT_S if self._settled else START_LIMIT_S)
+    def _mpi_limit(self, times: int = 1) -> float:
+        return time.monotonic() + times * (MPI_LIMIT_S if self._settled else START_LIMIT_S)
 
     def called_mpi(self) -> None:
         self._write(_CALL, 0.0)

@@ -52,6 +52,9 @@ MPI_SETTINGS = (
     # may be when it spreads the news of a lost host; the answer would have to come from there, and
     # the rank hangs for ever (docs/log.md).
     ("mpi_add_procs_cutoff", "1000000"),
+    # A rank whose MPI gives up would ask for the end of the whole job at once. Its watchdog ends it
+    # before that minute is over, and it is one more lost replica.
+    ("mpi_abort_delay", "60"),
     ("mpi_ft_detector", "1"),
     ("mpi_ft_detector_period", "10"),
     ("mpi_ft_detector_timeout", "300"),

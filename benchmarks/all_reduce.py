@@ -1,0 +1,67 @@
+"""Our ring against Open MPI's own non-blocking all-reduce, in alternation, in one job.
+
+    python benchmarks/all_reduce.py --ranks 2 4 8 --mb 25
+
+Prints the median time of both by number of ranks and transport, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+
+
+def job(mb: float, rounds: int) -> None:
+    """Under mpirun, by every rank."""
+    import numpy as np
+    from mpi4py import MPI
+
+    from recover_megatron.collectives.ulfm import UlfmTransport
+
+    transport = UlfmTransport()
+    transport.split(0)
+    send = np.full(int(mb * 2**20) // 4, transport.rank + 1.0, np.float32)
+    receive = np.zeros_like(send)
+    times: dict[str, list[float]] = {"ours": [], "MPI": []}
+    for _ in range(rounds):
+        for name, taken in times.items():
+            MPI.COMM_WORLD.Barrier()
+            started = time.perf_counter()
+            if name == "ours":
+                transport.all_reduce(send, receive, "sum")
+            else:
+                transport._wait(MPI.COMM_WORLD.Iallreduce(send, receive, MPI.SUM))
+            taken.append(time.perf_counter() - started)
+            assert (receive == transport.size * (transport.size + 1) / 2).all()
+    if transport.rank == 0:
+        ours, theirs = (statistics.median(times[name]) * 1000 for name in ("ours", "MPI"))
+        print(f"ours {ours:7.1f} ms   MPI {theirs:7.1f} ms   ratio {ours / theirs:.2f}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--mb", type=float, default=25.0)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        job(args.mb, args.rounds)
+        return 0
+    from recover_megatron.tools.launch import mpirun_prefix
+
+    me = [sys.executable, __file__, "--job", "--mb", str(args.mb), "--rounds", str(args.rounds)]
+    for btl in ("tcp,self,sm", "tcp,self"):
+        for ranks in args.ranks:
+            command = mpirun_prefix()
+            command[command.index("btl") + 1] = btl
+            print(f"{ranks:3d} ranks, {btl:12s} ", end="", flush=True)
+            subprocess.run([*command, "-n", str(ranks), *me], check=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
