@@ -64,11 +64,13 @@ class Evidence:
         self._file = file
         self._here = host
 
-    def __call__(self) -> frozenset[int]:
+    def __call__(self, among: Iterable[int] | None = None) -> frozenset[int]:
+        """Of the ranks `among`, or of all."""
         told = self._told()
+        ranks = range(len(self._places)) if among is None else among
         return frozenset(
             rank
-            for rank, place in enumerate(self._places)
+            for rank, place in ((rank, self._places[rank]) for rank in ranks)
             if place.host in told
             or str(place) in told
             or (place.host == self._here and not running(place.pid))

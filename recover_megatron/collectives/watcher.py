@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from recover_megatron.collectives.transport import Transport
 from recover_megatron.collectives.watchdog import Watchdog
@@ -15,7 +15,9 @@ class Watcher:
     * It polls `transport.failed()`, which drives MPI's progress: without it nothing is seen while
       the training thread computes (ulfm.md, rule 4).
     * When a mate of this rank's replica has died, it ends this process: the rest of a replica has
-      no use, and its peers must not wait for it. No NCCL or gloo time-out is waited for.
+      no use, and its peers must not wait for it. No NCCL or gloo time-out is waited for. It knows
+      of a death from MPI, or by proof (`proven_dead`, once the ranks' places are known): over
+      hosts, MPI may tell the last replica's ranks only after its heartbeat's time-out.
     * It calls `look` each time, and leaves if that gives a reason (hosts/rank.py).
     * It tells the watchdog that it runs.
     """
@@ -35,6 +37,7 @@ class Watcher:
         self._on_failed = on_failed
         self._look = look
         self._watchdog = watchdog
+        self.proven_dead: Callable[[], Set[int]] = frozenset
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recover-watcher", daemon=True)
 
@@ -55,9 +58,8 @@ class Watcher:
             if failed != known:
                 self._on_failed(sorted(failed - known))
                 known = failed
-            if failed & self._mates:
-                mate = min(failed & self._mates)
-                self._transport.die(f"rank {mate} of its replica has died")
+            if lost := self._mates & (failed | self.proven_dead()):
+                self._transport.die(f"rank {min(lost)} of its replica has died")
             if reason := self._look():
                 self._transport.die(reason)
         if self._watchdog is not None:

@@ -136,6 +136,7 @@ def start(argv: Sequence[str]) -> Session:
     store = _own_torch_world(transport, layout, replica_id, position)
     places = gather_places(transport, host)
     evidence = Evidence(places, host, on_host.folder.path / "dead" if on_host else None)
+    watcher.proven_dead = lambda: evidence(mates)
     communicator = GuardedCommunicator(transport, layout, rank, config, evidence)
     signal.signal(STOP_SIGNAL, lambda number, frame: communicator.ask_to_stop(SIGNALLED))
     world = communicator.begin(World.initial(layout))

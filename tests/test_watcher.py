@@ -1,0 +1,71 @@
+"""The watcher thread over a transport that says what it is told to."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from recover_megatron.collectives.watcher import Watcher
+
+
+class Told:
+    """A Transport of which the watcher uses two calls. `die` ends the thread and is remembered."""
+
+    def __init__(self) -> None:
+        self.dead: frozenset[int] = frozenset()
+        self.polls = threading.Semaphore(0)
+        self.left: list[str] = []
+
+    def failed(self) -> frozenset[int]:
+        self.polls.release()
+        return self.dead
+
+    def die(self, reason: str) -> None:
+        self.left.append(reason)
+        raise SystemExit
+
+
+@pytest.fixture
+def watched():
+    transport, noted = Told(), []
+    watcher = Watcher(transport, frozenset({4, 6}), 0.001, noted.append)  # ranks 4, 5 and 6
+    watcher.start()
+    yield transport, watcher, noted
+    watcher.stop()
+
+
+def ends(watcher: Watcher) -> bool:
+    watcher._thread.join(timeout=30)
+    return not watcher._thread.is_alive()
+
+
+def polled_again(transport: Told) -> None:
+    for _ in range(2):  # the second begins after the first has been dealt with
+        while transport.polls.acquire(blocking=False):
+            pass
+        assert transport.polls.acquire(timeout=30)
+
+
+def test_a_dead_stranger_is_noted_and_nothing_else(watched):
+    transport, watcher, noted = watched
+    transport.dead = frozenset({1})
+    polled_again(transport)
+    watcher.stop()
+    assert noted == [[1]]
+    assert transport.left == []
+
+
+def test_it_leaves_when_mpi_says_that_a_mate_has_died(watched):
+    transport, watcher, noted = watched
+    transport.dead = frozenset({1, 6})
+    assert ends(watcher)
+    assert noted == [[1, 6]]
+    assert transport.left == ["rank 6 of its replica has died"]
+
+
+def test_it_leaves_by_proof_when_mpi_says_nothing(watched):
+    transport, watcher, _ = watched
+    watcher.proven_dead = lambda: frozenset({4})
+    assert ends(watcher)
+    assert transport.left == ["rank 4 of its replica has died"]
