@@ -10,12 +10,13 @@ from recover_megatron.collectives.watcher import Watcher
 
 
 class Told:
-    """A Transport of which the watcher uses two calls. `die` ends the thread and is remembered."""
+    """A Transport as far as the watcher uses it. `die` is remembered, and ends the watcher."""
 
     def __init__(self) -> None:
         self.dead: frozenset[int] = frozenset()
         self.polls = threading.Semaphore(0)
         self.left: list[str] = []
+        self.leave = threading.Event()  # the watcher's own
 
     def failed(self) -> frozenset[int]:
         self.polls.release()
@@ -23,13 +24,14 @@ class Told:
 
     def die(self, reason: str) -> None:
         self.left.append(reason)
-        raise SystemExit
+        self.leave.set()
 
 
 @pytest.fixture
 def watched():
     transport, noted = Told(), []
     watcher = Watcher(transport, frozenset({4, 6}), 0.001, noted.append)  # ranks 4, 5 and 6
+    transport.leave = watcher._stop
     watcher.start()
     yield transport, watcher, noted
     watcher.stop()
