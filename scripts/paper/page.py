@@ -105,7 +105,7 @@ def _loss(out: Path, name: str, title: str) -> Section | None:
         f"tokens an iteration. exact: the same samples, largest difference "
         f"{exact['maximum']:.1e}. versatile: other samples after a loss, so each iteration's loss "
         f"is that of other text; mean difference {versatile['mean']:.4f}, of ten iterations at a "
-        f"time {versatile['mean_of_10']:.4f} (the paper's iterations have some 500 times the tokens)."
+        f"time {versatile['mean_of_10']:.4f} (the paper's have some 500 times the tokens)."
     )
     at = [row for row in rows if row["step"] in ("1", "50", "100", "150", "200", "250")]
     columns = ["step", "reference", "exact", "versatile", "live_replicas"]
