@@ -77,7 +77,7 @@ class Job:
     """Submitted on the controller by `launch --slurm`."""
 
     def __init__(self, rig: Rig, running: Slurm, job: Rehearsal, folder: Path, *flags: str):
-        self.slurm, self.run, self._asked = running, folder / "run", 0.0
+        self.slurm, self.run, self._ask_at = running, folder / "run", 0.0
         words = ("--recover-bucket-mb", "0.05", "--recover-check-replicas-interval", "5", *flags)
         command = job.recover(4, self.run, *words)
         at = command.index("--replicas")
@@ -110,11 +110,14 @@ class Job:
             time.sleep(0.1)
 
     def starts_again(self, run: Path) -> bool:
-        """Slurm would wait for two minutes. Asked ten times a second not to, it sometimes does."""
-        if self.state == "PENDING" and time.monotonic() > self._asked + 5:
-            self._asked = time.monotonic()
-            with contextlib.suppress(RuntimeError):  # not completely requeued yet
-                self.slurm("scontrol", "update", f"jobid={self.number}", "starttime=now")
+        """Slurm would wait for two minutes. It is asked not to, five seconds after the requeue: at
+        once, it starts the job before the nodes are done with it, and that fails."""
+        if self.state == "PENDING":
+            self._ask_at = self._ask_at or time.monotonic() + 5
+            if time.monotonic() > self._ask_at:
+                self._ask_at = 0.0
+                with contextlib.suppress(RuntimeError):  # not completely requeued yet
+                    self.slurm("scontrol", "update", f"jobid={self.number}", "starttime=now")
         return run.exists()
 
     def ends(self, run: Path | None = None) -> str:
