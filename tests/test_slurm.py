@@ -25,7 +25,7 @@ from tests.slurm import Slurm, slurm_missing
 LOSS_LIMIT = 1e-5
 real = [
     pytest.mark.mpi,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(400),
     pytest.mark.skipif(slurm_missing() is not None, reason=str(slurm_missing())),
 ]
 
@@ -178,7 +178,7 @@ class TestRealSlurm:
         pids = {e["replica"]: e["pid"] for e in read_traces(started.run) if e["event"] == "started"}
         rig.kill_process("h1", pids[1])
         again = started.run / "restart-1"
-        started.until(lambda: started.starts_again(again), "requeued job", limit_s=300)
+        started.until(lambda: started.starts_again(again), "requeued job")
         assert started.ends(again) == "COMPLETED", started.output
         assert (started.run / "exit_code").read_text().strip() == str(EXIT_TOO_FEW)
         first, second = RunRecord(started.run), RunRecord(again)

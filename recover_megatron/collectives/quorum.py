@@ -68,13 +68,12 @@ class Evidence:
         """Of the ranks `among`, or of all."""
         told = self._told()
         ranks = range(len(self._places)) if among is None else among
-        return frozenset(
-            rank
-            for rank, place in ((rank, self._places[rank]) for rank in ranks)
-            if place.host in told
-            or str(place) in told
-            or (place.host == self._here and not running(place.pid))
-        )
+        return frozenset(rank for rank in ranks if self._is_dead(self._places[rank], told))
+
+    def _is_dead(self, place: Place, told: frozenset[str]) -> bool:
+        if place.host in told or str(place) in told:
+            return True
+        return place.host == self._here and not running(place.pid)
 
     def _told(self) -> frozenset[str]:
         try:
