@@ -64,7 +64,8 @@ class Training:
         return last_iteration(self.run)
 
     def words_of(self, replica: int) -> str:
-        return (self.run / f"log.r{replica}.p0.txt").read_text()
+        """Of all its ranks: the first to leave says why, the others that it has gone."""
+        return "".join(log.read_text() for log in sorted(self.run.glob(f"log.r{replica}.p*.txt")))
 
     def _until(self, true, what: str, limit_s: float) -> None:
         limit = time.monotonic() + limit_s

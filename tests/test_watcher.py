@@ -6,6 +6,8 @@ import threading
 
 import pytest
 
+from recover_megatron.adapters.megatron.session import first_dead
+from recover_megatron.collectives.quorum import Place
 from recover_megatron.collectives.watcher import Watcher
 
 
@@ -30,7 +32,8 @@ class Told:
 @pytest.fixture
 def watched():
     transport, noted = Told(), []
-    watcher = Watcher(transport, frozenset({4, 6}), 0.001, noted.append)  # ranks 4, 5 and 6
+    mates = frozenset({4, 6})  # of rank 5
+    watcher = Watcher(transport, mates, 0.001, noted.append, told_s=0.05)
     transport.leave = watcher._stop
     watcher.start()
     yield transport, watcher, noted
@@ -71,3 +74,10 @@ def test_it_leaves_by_proof_when_mpi_says_nothing(watched):
     watcher.proven_dead = lambda: frozenset({4})
     assert ends(watcher)
     assert transport.left == ["rank 4 of its replica has died"]
+
+
+def test_who_died_first_is_said_of_one_only_if_it_was_seen_alone():
+    places = [Place(host, 100) for host in ("a", "a", "b", "b")]
+    assert first_dead({2, 3}, [[0], [3], [2]], places) == "rank 3 on b"
+    assert first_dead({0, 1}, [[0, 1, 2]], places) == "rank 0 on a, rank 1 on a"
+    assert first_dead({1}, [[0]], places) == "nobody"

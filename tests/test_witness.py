@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from recover_megatron.hosts import rank, witness
+from recover_megatron.hosts import agent, rank, witness
 from recover_megatron.hosts.folder import HostFolder
 from recover_megatron.hosts.tunnel import Tunnel, address_towards, own_addresses
 from recover_megatron.hosts.witness import Witness
@@ -180,6 +180,21 @@ def test_a_rank_leaves_with_its_witness_and_where_it_is_no_majority(tmp_path, mo
         assert on_host.folder.has("no_quorum")
         process.kill()
     assert on_host.look() == "its host's witness has ended"
+
+
+def test_another_host_keeps_its_temporary_files_where_the_launcher_would(tmp_path, monkeypatch):
+    """Not in the folder that mpirun is given, which goes with the launcher: srun hands all on."""
+    for before in ({}, {"TMPDIR": "/scratch"}):
+        monkeypatch.setenv("TMPDIR", "/tmp/recover-x/tmp")
+        settings = {
+            "python": "python",
+            "remote_shell": ["sh", "-c", "cat >/dev/null; echo ${TMPDIR-none}"],
+            "directory": str(tmp_path),
+            "temporary": before,
+        }
+        with (tmp_path / "log").open("wb") as log:
+            assert agent.start_remote(settings, "b", {}, log).wait() == 0
+        assert (tmp_path / "log").read_text() == before.get("TMPDIR", "none") + "\n"
 
 
 def test_without_a_witness_there_is_nothing_to_do():

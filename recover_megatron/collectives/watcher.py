@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Set
 
 from recover_megatron.collectives.transport import Transport
@@ -16,8 +17,10 @@ class Watcher:
       the training thread computes (ulfm.md, rule 4).
     * When a mate of this rank's replica has died, it ends this process: the rest of a replica has
       no use, and its peers must not wait for it. No NCCL or gloo time-out is waited for. It knows
-      of a death from MPI, or by proof (`proven_dead`, once the ranks' places are known): over
-      hosts, MPI may tell the last replica's ranks only after its heartbeat's time-out.
+      of a death from MPI, or, `told_s` seconds later, by proof (`proven_dead`, once the ranks'
+      places are known): over hosts, MPI may tell the last replica's ranks only after its
+      heartbeat's time-out. MPI comes first, so that others see who died first: it tells all of one
+      death before the next one happens.
     * It calls `look` each time, and leaves if that gives a reason (hosts/rank.py).
     * It tells the watchdog that it runs.
     """
@@ -30,6 +33,7 @@ class Watcher:
         on_failed: Callable[[list[int]], None],
         watchdog: Watchdog | None = None,
         look: Callable[[], str | None] = lambda: None,
+        told_s: float = 1.0,
     ):
         self._transport = transport
         self._mates = mates
@@ -37,6 +41,7 @@ class Watcher:
         self._on_failed = on_failed
         self._look = look
         self._watchdog = watchdog
+        self._told_s = told_s
         self.proven_dead: Callable[[], Set[int]] = frozenset
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recover-watcher", daemon=True)
@@ -51,6 +56,7 @@ class Watcher:
 
     def _run(self) -> None:
         known: frozenset[int] = frozenset()
+        proven_since: float | None = None
         while not self._stop.wait(self._poll_s):
             failed = self._transport.failed()
             if self._watchdog is not None:
@@ -58,7 +64,12 @@ class Watcher:
             if failed != known:
                 self._on_failed(sorted(failed - known))
                 known = failed
-            if lost := self._mates & (failed | self.proven_dead()):
+            lost = self._mates & failed
+            if proven := self._mates & self.proven_dead():
+                proven_since = proven_since or time.monotonic()
+                if time.monotonic() - proven_since >= self._told_s:
+                    lost |= proven
+            if lost:
                 self._transport.die(f"rank {min(lost)} of its replica has died")
             if reason := self._look():
                 self._transport.die(reason)

@@ -86,8 +86,11 @@ def start_remote(
     that no password stands in a list of processes."""
     words = [settings["python"], "-m", "recover_megatron.hosts.relay"]
     quoted = shlex.join(words)  # ssh gives one string to the remote user's shell
+    # What mpirun's TMPDIR names is this host's folder, and goes with it; srun would hand it on.
+    environment = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
     remote = subprocess.Popen(
         remote_words(settings["remote_shell"], host, quoted),
+        env=environment | settings["temporary"],
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=output,

@@ -30,7 +30,7 @@ def main() -> None:
     # The shell that started this may go, with mpirun's host; nobody reads the output then.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    with tempfile.TemporaryDirectory(prefix="recover-") as path:
+    with tempfile.TemporaryDirectory(prefix="recover-", ignore_cleanup_errors=True) as path:
         code = _serve(order, HostFolder(path))
     os._exit(code)
 

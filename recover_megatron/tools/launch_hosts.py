@@ -143,7 +143,8 @@ class HostJob(AbstractContextManager["HostJob"]):
 
     def __enter__(self) -> HostJob:
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._temporary = tempfile.TemporaryDirectory(prefix="recover-")
+        # Where something still writes into it, the job has not failed for that.
+        self._temporary = tempfile.TemporaryDirectory(prefix="recover-", ignore_cleanup_errors=True)
         self.folder = HostFolder(self._temporary.name)
         self.name, address = _this_host([host.name for host in self._hosts])
         password = secrets.token_hex(16)
@@ -158,6 +159,7 @@ class HostJob(AbstractContextManager["HostJob"]):
             "remote_shell": self._remote_shell,
             "directory": str(Path.cwd()),
             "orphaned": self._orphaned,
+            "temporary": {k: v for k, v in os.environ.items() if k == "TMPDIR"},
         }
         self.folder.write("settings", json.dumps(settings))
         self.folder.write("hostfile", "".join(f"{h.name} slots={h.slots}\n" for h in self._hosts))

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -123,10 +123,10 @@ def start(argv: Sequence[str]) -> Session:
     transport.watchdog = watchdog
     transport.before_death = lambda reason: trace.emit("died", reason=reason)
     mates = frozenset(layout.ranks_of(replica_id)) - {rank}
-    seen_dead: list[int] = []  # in the order in which this rank saw them
+    seen_dead: list[list[int]] = []  # as this rank saw them: in order, some at once
 
     def note_dead(ranks: list[int]) -> None:
-        seen_dead.extend(ranks)
+        seen_dead.append(ranks)
         trace.emit("peer_failed", ranks=ranks)
 
     look = on_host.look if on_host else lambda: None
@@ -160,7 +160,7 @@ def start(argv: Sequence[str]) -> Session:
         on_host,
         store,
     )
-    _follow_membership(session, seen_dead)
+    _follow_membership(session, seen_dead, places)
     if on_host is not None:
         _judge_hosts(on_host, driver, layout, places, evidence)
     trace.emit("started", host=host, pid=os.getpid(), ranks=layout.ranks)
@@ -207,7 +207,9 @@ def _judge_hosts(
     driver.on_repair(changed)
 
 
-def _follow_membership(session: Session, seen_dead: Sequence[int]) -> None:
+def _follow_membership(
+    session: Session, seen_dead: Sequence[Sequence[int]], places: Sequence[Place]
+) -> None:
     """The console follows the leader, who says each membership change in one line."""
     before = session.driver.world
 
@@ -220,12 +222,10 @@ def _follow_membership(session: Session, seen_dead: Sequence[int]) -> None:
         if session.console is not None:
             session.console.lead()
         if session.position == 0:
-            first = next((r for r in seen_dead if session.layout.replica_of(r) in lost), None)
             logger.warning(
-                "recover: lost replica %s (rank %s died first); %d of %d replicas go on, world "
-                "epoch %d",
+                "recover: lost replica %s (%s died first); %d of %d replicas go on, world epoch %d",
                 ", ".join(map(str, lost)) or "none",
-                first,
+                first_dead(session.layout.ranks_in(lost), seen_dead, places),
                 len(world.replicas),
                 session.layout.replicas,
                 world.world_epoch,
@@ -234,6 +234,13 @@ def _follow_membership(session: Session, seen_dead: Sequence[int]) -> None:
     if session.leading and session.console is not None:
         session.console.lead()
     session.driver.on_repair(changed)
+
+
+def first_dead(lost: Set[int], seen_dead: Iterable[Sequence[int]], places: Sequence[Place]) -> str:
+    """Which of the ranks `lost` were the first to be seen dead, and on which hosts. Several if they
+    were seen at once: which of them took the others along is then not known here."""
+    first = next((found for ranks in seen_dead if (found := lost & set(ranks))), set())
+    return ", ".join(f"rank {rank} on {places[rank].host}" for rank in sorted(first)) or "nobody"
 
 
 def _own_torch_world(
