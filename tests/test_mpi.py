@@ -187,6 +187,16 @@ def _alive(pid: int) -> bool:
     return True
 
 
+def test_agreements_are_right_while_the_watcher_drives_progress(run):
+    """Two threads in MPI at the same time made one in a thousand wrong."""
+    words = ["--recover", "--micro-batch-size", "1", "--global-batch-size", "4"]
+    command = mpirun("agree_job.py", 4, words)
+    script = next(i for i, word in enumerate(command) if word.endswith("agree_job.py"))
+    code, output = run([*command[: script + 1], 3000])
+    assert code == 0, output
+    assert sorted(output.splitlines()) == [f"rank {rank}: 3000 right" for rank in range(4)]
+
+
 def test_an_unspecific_error_counts_as_a_loss_only_where_a_lost_member_is_known(run):
     code = (
         "import os\n"

@@ -31,14 +31,15 @@ class Transport(Protocol):
         """Element-wise maximum of `send` over the world. As `all_reduce` otherwise."""
 
     def agree(self, flags: int) -> int:
-        """Bitwise and of all live ranks' `flags` (at most 31 bits), the same at every live rank of
+        """Bitwise and of all live ranks' `flags` (at most 24 bits), the same at every live rank of
         the world; 0 if one had died. Never hangs on a dead rank (MPI-ULFM: MPIX_Comm_agree)."""
 
     def revoke(self) -> None:
         """End all pending and later collectives, everywhere, on the world and position groups."""
 
     def failed(self) -> frozenset[int]:
-        """The ranks this rank knows to be dead. Makes MPI progress; safe from any thread."""
+        """The ranks this rank knows to be dead. Makes MPI progress, unless the training thread is
+        in MPI and does so itself; safe from any thread."""
 
     def shrink(self) -> tuple[int, ...]:
         """Replace the world by one of its live ranks; returns them. Every live rank calls it."""
