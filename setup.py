@@ -28,6 +28,7 @@ setup(
         "test": [
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",
+            "pytest-xdist>=3.6,<4",
             "hypothesis>=6.100,<7",
             "ruff==0.17.6",
             "mypy==2.4.1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -12,6 +13,21 @@ import pytest
 from recover_megatron.tools.rehearsal import MEGATRON_LM_PATH, SCRIPT, corpus, environment, run_job
 
 NO_CHECKOUT = f"{MEGATRON_LM_PATH} names no Megatron-LM checkout"
+
+
+def pytest_collection_modifyitems(items):
+    """With pytest-xdist: jobs, and what is about seconds, one after the other."""
+    for item in items:
+        if item.get_closest_marker("mpi") or item.get_closest_marker("timed"):
+            item.add_marker(pytest.mark.xdist_group("one at a time"))
+
+
+def pytest_runtest_setup(item):
+    """The others leave the cores to them."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        beside = item.get_closest_marker("xdist_group") is None
+        with contextlib.suppress(PermissionError):  # only root can go back
+            os.setpriority(os.PRIO_PROCESS, 0, 10 if beside else 0)
 
 
 def checkout() -> Path | None:

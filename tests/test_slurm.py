@@ -129,7 +129,7 @@ class Job:
 @pytest.fixture(scope="module")
 def reference(data_prefix, tmp_path_factory):
     """The job, and its log by plain Megatron."""
-    job, log = Rehearsal(data_prefix, 40, 8, pp=2), tmp_path_factory.mktemp("plain") / "log"
+    job, log = Rehearsal(data_prefix, 40, 8), tmp_path_factory.mktemp("plain") / "log"
     assert run_job(job.plain(), log) == 0, log.read_text()
     return job, read_log(log)
 
@@ -191,7 +191,7 @@ class TestRealSlurm:
     ):
         rig, running = cluster
         save = tmp_path / "checkpoint"
-        job = Rehearsal(data_prefix, 4000, 8, pp=2)
+        job = Rehearsal(data_prefix, 4000, 8)
         started = Job(rig, running, job, tmp_path, "--save", str(save), "--save-interval", "9999")
         started.until(lambda: started.iteration >= 3, "iteration 3")
         running("scancel", "--batch", "--signal=TERM", started.number)

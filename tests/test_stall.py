@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from recover_megatron.tools.stall import StallReport, waited_for
 from recover_megatron.trace import Trace
 from recover_megatron.world import ReplicaLayout
@@ -41,20 +43,21 @@ def test_where_all_are_equally_far_that_is_said(tmp_path):
     assert waited_for(tmp_path, LAYOUT).startswith("all 6 ranks, which have come equally far")
 
 
+@pytest.mark.timed
 def test_a_quiet_job_is_reported_once_and_a_busy_one_never(tmp_path, capsys):
     trace = trace_of(tmp_path, 0)
-    report = StallReport(tmp_path, ReplicaLayout(1, 1), quiet_s=0.4)
+    report = StallReport(tmp_path, ReplicaLayout(1, 1), quiet_s=1.0)
     report.start()
-    for _ in range(20):
+    for _ in range(30):
         trace.emit("computed", iteration=1)
         time.sleep(0.05)  # traced while it runs: not quiet
     assert capsys.readouterr().err == ""
     said = ""
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while "waiting for" not in said and time.monotonic() < limit:
         said += capsys.readouterr().err
         time.sleep(0.05)
     assert "waiting for replica 0, position 0 (rank 0 on h0): last seen at" in said
-    time.sleep(1)
+    time.sleep(1.5)
     report.stop()
     assert "waiting for" not in capsys.readouterr().err

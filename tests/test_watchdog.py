@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timed
 CODE = """
 import sys, time
 from recover_megatron.collectives import watchdog

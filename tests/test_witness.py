@@ -14,10 +14,11 @@ from recover_megatron.hosts.folder import HostFolder
 from recover_megatron.hosts.tunnel import Tunnel, address_towards, own_addresses
 from recover_megatron.hosts.witness import Witness
 
+pytestmark = pytest.mark.timed
 HERE = "127.0.0.1"
 
 
-def until(condition, seconds: float = 10) -> None:
+def until(condition, seconds: float = 60) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit

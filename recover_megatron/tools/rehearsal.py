@@ -5,6 +5,7 @@ A LLaMA-style GPT of a few hundred thousand parameters on the text of Python's s
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -238,9 +239,12 @@ class Jobs:
 def corpus(folder: Path) -> str:
     """The prefix of the standard library's text as an indexed dataset; made if it is not there."""
     prefix = folder / "stdlib"
-    if not prefix.with_suffix(".idx").is_file():
-        command = [sys.executable, "-m", "recover_megatron.tools.cli", "prepare-data"]
-        arguments = [prepare_data.STDLIB, "--output-prefix", str(prefix)]
-        with redirect_stdout(sys.stderr):
-            subprocess.run([*command, *arguments], check=True, env=environment())
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "stdlib.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two programs may start at once
+        if not prefix.with_suffix(".idx").is_file():
+            command = [sys.executable, "-m", "recover_megatron.tools.cli", "prepare-data"]
+            arguments = [prepare_data.STDLIB, "--output-prefix", str(prefix)]
+            with redirect_stdout(sys.stderr):
+                subprocess.run([*command, *arguments], check=True, env=environment())
     return str(prefix)

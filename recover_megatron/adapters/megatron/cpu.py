@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
+import importlib
 import importlib.machinery
 import importlib.util
 import logging
@@ -44,6 +45,7 @@ def install_torch() -> None:
     _stand_in_for_triton()
     # jit_fuser = torch.compile: would start inductor and a C++ compiler at start-up.
     torch.compile = _identity_decorator  # type: ignore[assignment]
+    _stand_in_for_dynamo()
     _stand_in_for_device_queries()
     _stand_in_for_streams()
     _stand_in_for_generators()
@@ -97,8 +99,29 @@ def install_training() -> None:
     )
 
 
-def _identity_decorator(function: Any = None, **options: Any) -> Any:
+def _identity_decorator(function: Any = None, *options: Any, **more: Any) -> Any:
     return function if function is not None else (lambda f: f)
+
+
+class _Dynamo(types.ModuleType):
+    """What torch's optimizers ask of torch._dynamo where nothing is compiled. Importing the real
+    one takes an eighth of a job's start; whoever asks for more gets it."""
+
+    disable = staticmethod(_identity_decorator)
+    graph_break = staticmethod(lambda: None)
+    trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def _stand_in_for_dynamo() -> None:
+    if "torch._dynamo" not in sys.modules:
+        sys.modules["torch._dynamo"] = _Dynamo("torch._dynamo")
 
 
 def _constant(value: Any) -> Callable[..., Any]:
