@@ -34,6 +34,7 @@ setup(
             "mypy==2.4.1",
             "tensorboard>=2.18,<3",
             "types-PyYAML",
+            "types-psutil",
         ],
         # GPU only. NVIDIA apex is not on PyPI (the package "apex" there is another program);
         # build it from https://github.com/NVIDIA/apex where you want its fused kernels.

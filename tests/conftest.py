@@ -15,6 +15,7 @@ from recover_megatron.tools.rehearsal import MEGATRON_LM_PATH, SCRIPT, corpus, e
 NO_CHECKOUT = f"{MEGATRON_LM_PATH} names no Megatron-LM checkout"
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     """With pytest-xdist: jobs, and what is about seconds, one after the other."""
     for item in items:

@@ -214,6 +214,16 @@ def test_the_launcher_asks_once_then_hands_signals_on(tmp_path, training, signal
         assert process.wait(timeout=30) == expected
 
 
+def test_an_mpirun_that_outlives_its_ranks_is_killed(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "_GRACE_S", 0.2)
+    mpirun = subprocess.Popen(["sh", "-c", "sleep 1.5 & wait; exec sleep 600"])
+    assert launch.wait_for_mpirun(mpirun) == 0
+    assert mpirun.returncode == -signal.SIGKILL
+    assert "all ranks have ended, but mpirun has not" in capsys.readouterr().err
+    mpirun = subprocess.Popen(["sh", "-c", "sleep 1.5 & wait; exit 7"])
+    assert launch.wait_for_mpirun(mpirun) == 7
+
+
 def test_a_job_in_which_nobody_reached_the_end_is_a_failure(tmp_path: Path, capsys):
     Trace(str(tmp_path), 1, 0).emit("died", reason="ValueError: of me")
     assert launch._exit_code(0, tmp_path / "exit_code") == 1

@@ -29,6 +29,20 @@ def mpirun(job: str, replicas: int, words: list[str]) -> list[str]:
     return command[:module] + command[module + 2 :]
 
 
+LAUNCHER = """
+import os, pathlib, sys
+from recover_megatron.tools import launch
+folder = pathlib.Path(sys.argv[1])
+code = launch.run_mpirun(sys.argv[2:], os.environ, launch.wait_for_mpirun, folder)
+sys.exit(launch._exit_code(code, folder / "exit_code"))
+"""
+
+
+def launched(run_dir: Path, command: list[str]) -> list[str]:
+    """Waited for as the launcher does."""
+    return [sys.executable, "-c", LAUNCHER, str(run_dir), *command]
+
+
 @pytest.fixture
 def drive(run, tmp_path):
     """Runs the driver job over `replicas` x 2 ranks; returns its record, checked for I1, I3-I5."""
@@ -37,7 +51,7 @@ def drive(run, tmp_path):
         words = ["--recover", "--micro-batch-size", "1", "--global-batch-size", str(MICROBATCHES)]
         words += ["--tensor-model-parallel-size", "2", "--recover-trace-dir", str(tmp_path / "run")]
         words += ["--recover-inject", inject, *flags]
-        code, output = run(mpirun("driver_job.py", replicas, words))
+        code, output = run(launched(tmp_path / "run", mpirun("driver_job.py", replicas, words)))
         assert code == 0, output
         record = RunRecord(tmp_path / "run")
         assert record.violations(STEPS, MICROBATCHES) == [], output
@@ -139,7 +153,7 @@ def verdicts(run, tmp_path):
     def start() -> tuple[int, list[str]]:
         words = ["--recover", "--micro-batch-size", "1", "--global-batch-size", "3"]
         words += ["--tensor-model-parallel-size", "2", "--recover-trace-dir", str(tmp_path / "run")]
-        code, _ = run(mpirun("check_job.py", 3, words))
+        code, _ = run(launched(tmp_path / "run", mpirun("check_job.py", 3, words)))
         logs = [log.read_text() for log in (tmp_path / "run").glob("log.*.txt")]
         lines = [line for log in logs for line in log.splitlines()]
         return code, [line for line in lines if line.startswith("verdict")]

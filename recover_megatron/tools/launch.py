@@ -7,6 +7,7 @@ job's own, as its survivors left it in the run folder: mpirun's is 0 even if eve
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
@@ -17,6 +18,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+
+import psutil
 
 from recover_megatron.adapters.megatron.arguments import Job, read_job, wants_recovery
 from recover_megatron.adapters.megatron.session import EXIT_TOO_FEW, STOP_SIGNAL
@@ -37,6 +40,7 @@ from recover_megatron.tools.stall import StallReport
 from recover_megatron.trace import read_traces
 
 EXIT_NOBODY = 1  # no replica reached the end
+_GRACE_S = 10.0  # for mpirun to end after its ranks
 
 # ulfm.md, section 0. A rank that makes no MPI progress for the detector's time-out is declared
 # dead, so it must outlast any time for which a healthy rank holds Python's GIL (imports at the
@@ -237,7 +241,7 @@ def _start(
     """mpirun's own code; the job's stands in the run folder."""
     if not hosts:
         command = mpirun_command(job, replicas, script)
-        return run_mpirun(command, os.environ, lambda mpirun: mpirun.wait(), run_dir)
+        return run_mpirun(command, os.environ, wait_for_mpirun, run_dir)
     orphaned = _orphaned(job.config.restart_command)
     with HostJob(hosts, run_dir, remote_shell, orphaned) as host_job:
         print(placement(hosts, replicas, job.ranks_per_replica), file=sys.stderr)
@@ -347,6 +351,32 @@ def run_mpirun(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def wait_for_mpirun(mpirun: subprocess.Popen[bytes]) -> int:
+    """On one host: its code; 0 if it had to be killed because it goes on without any rank (it can
+    hang in a lock of its own at the end: docs/log.md)."""
+    started, gone_since = False, None
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return mpirun.wait(0.5)
+        if _has_ranks(mpirun.pid):
+            started, gone_since = True, None
+        elif started:
+            gone_since = gone_since or time.monotonic()
+            if time.monotonic() - gone_since > _GRACE_S:
+                print("recover: all ranks have ended, but mpirun has not: killed", file=sys.stderr)
+                mpirun.kill()
+                mpirun.wait()
+                return 0
+
+
+def _has_ranks(mpirun: int) -> bool:
+    try:
+        children = psutil.Process(mpirun).children()
+        return any(child.status() != psutil.STATUS_ZOMBIE for child in children)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _exit_code(mpirun_code: int, marker: Path) -> int:

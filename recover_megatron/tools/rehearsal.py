@@ -161,6 +161,9 @@ def run_job(
                 copy.write(line)
                 copy.flush()
                 on_line(line)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # or its end would be waited for
+            raise
         finally:
             limit.cancel()
     return process.returncode
