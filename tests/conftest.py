@@ -15,12 +15,13 @@ from recover_megatron.tools.rehearsal import MEGATRON_LM_PATH, SCRIPT, corpus, e
 NO_CHECKOUT = f"{MEGATRON_LM_PATH} names no Megatron-LM checkout"
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
+@pytest.hookimpl(wrapper=True)  # before pytest-xdist, which reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     """With pytest-xdist: jobs, and what is about seconds, one after the other."""
     for item in items:
         if item.get_closest_marker("mpi") or item.get_closest_marker("timed"):
             item.add_marker(pytest.mark.xdist_group("one at a time"))
+    return (yield)
 
 
 def pytest_runtest_setup(item):
