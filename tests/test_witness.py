@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timed
 HERE = "127.0.0.1"
 
 
-def until(condition, seconds: float = 60) -> None:
+def until(condition, seconds: float = 10) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit

@@ -7,7 +7,6 @@ job's own, as its survivors left it in the run folder: mpirun's is 0 even if eve
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shlex
 import shutil
@@ -32,6 +31,7 @@ from recover_megatron.tools.launch_hosts import (
     HostJob,
     parse_hosts,
     placement,
+    wait_until_over,
     without_spares,
 )
 from recover_megatron.tools.model_size import model_size
@@ -356,19 +356,19 @@ def run_mpirun(
 def wait_for_mpirun(mpirun: subprocess.Popen[bytes]) -> int:
     """On one host: its code; 0 if it had to be killed because it goes on without any rank (it can
     hang in a lock of its own at the end: docs/log.md)."""
-    started, gone_since = False, None
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return mpirun.wait(0.5)
-        if _has_ranks(mpirun.pid):
-            started, gone_since = True, None
-        elif started:
-            gone_since = gone_since or time.monotonic()
-            if time.monotonic() - gone_since > _GRACE_S:
-                print("recover: all ranks have ended, but mpirun has not: killed", file=sys.stderr)
-                mpirun.kill()
-                mpirun.wait()
-                return 0
+    started = False
+
+    def over() -> bool:
+        nonlocal started
+        left = _has_ranks(mpirun.pid)
+        started = started or left
+        return started and not left
+
+    code = wait_until_over(mpirun, over, _GRACE_S)
+    if code is None:
+        print("recover: all ranks have ended, but mpirun has not: killed", file=sys.stderr)
+        return 0
+    return code
 
 
 def _has_ranks(mpirun: int) -> bool:

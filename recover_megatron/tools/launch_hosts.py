@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,25 +204,35 @@ class HostJob(AbstractContextManager["HostJob"]):
         """mpirun's code; 0 if it had to be killed because it cannot know that the job is over (it
         takes the ranks of hosts whose loss was hidden from it for alive); EXIT_UNRECOVERABLE if
         this host's ranks had to leave."""
-        over_since: float | None = None
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return mpirun.wait(0.2)
-            if not self.witness.over:
-                over_since = None
-            elif over_since is None:
-                over_since = time.monotonic()
-            elif time.monotonic() - over_since > _GRACE_S:
-                mpirun.kill()
-                mpirun.wait()
-                if not self.folder.has("no_quorum"):
-                    return 0
-                print(
-                    f"recover: the ranks on {self.name} had to leave, being no majority; hosts "
-                    "out of reach may go on without it",
-                    file=sys.stderr,
-                )
-                return EXIT_UNRECOVERABLE
+        code = wait_until_over(mpirun, lambda: self.witness.over, _GRACE_S)
+        if code is not None:
+            return code
+        if not self.folder.has("no_quorum"):
+            return 0
+        print(
+            f"recover: the ranks on {self.name} had to leave, being no majority; hosts "
+            "out of reach may go on without it",
+            file=sys.stderr,
+        )
+        return EXIT_UNRECOVERABLE
+
+
+def wait_until_over(
+    mpirun: subprocess.Popen[bytes], over: Callable[[], bool], grace_s: float
+) -> int | None:
+    """mpirun's code; None if it had to be killed, having gone on while `over()` for `grace_s`."""
+    over_since: float | None = None
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return mpirun.wait(0.2)
+        if not over():
+            over_since = None
+        elif over_since is None:
+            over_since = time.monotonic()
+        elif time.monotonic() - over_since > grace_s:
+            mpirun.kill()
+            mpirun.wait()
+            return None
 
 
 def _this_host(names: Sequence[str]) -> tuple[str, str]:
