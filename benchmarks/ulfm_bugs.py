@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 from recover_megatron.adapters.megatron.arguments import read_job
-from recover_megatron.tools.launch import mpirun_command
+from recover_megatron.tools.mpirun import mpirun_command
 from recover_megatron.tools.rehearsal import run_job
 from recover_megatron.tools.run_record import RunRecord
 

@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from recover_megatron.adapters.megatron.arguments import read_job  # noqa: E402
-from recover_megatron.tools.launch import mpirun_command, run_mpirun  # noqa: E402
 from recover_megatron.tools.launch_hosts import HostJob, parse_hosts  # noqa: E402
+from recover_megatron.tools.mpirun import mpirun_command, run_mpirun  # noqa: E402
 from recover_megatron.tools.rehearsal import environment  # noqa: E402
 from recover_megatron.tools.run_record import RunRecord, last_iteration  # noqa: E402
 from tests.rig import Rig  # noqa: E402

@@ -23,7 +23,7 @@ from recover_megatron.adapters.megatron.arguments import (
 from recover_megatron.adapters.megatron.session import EXIT_TOO_FEW
 from recover_megatron.config import RecoveryConfig, flag_name
 from recover_megatron.errors import ConfigError
-from recover_megatron.tools import cli, launch
+from recover_megatron.tools import cli, launch, mpirun
 from recover_megatron.tools.launch_hosts import Host, parse_hosts, placement, without_spares
 from recover_megatron.tools.rehearsal import SCRIPT
 from recover_megatron.trace import Trace
@@ -113,8 +113,8 @@ def test_a_missing_script_missing_recover_and_a_missing_batch_are_named(capsys):
 
 
 def test_a_missing_mpirun_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
-    monkeypatch.setattr(launch.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(mpirun.shutil, "which", lambda name: None)
+    monkeypatch.setattr(mpirun.sys, "executable", "/nowhere/python")
     assert "mpirun is missing; install it with `pip install" in error_of(launching(), capsys)
 
 
@@ -133,10 +133,10 @@ def test_without_mpirun_recover_says_how_to_start(env):
 
 @pytest.mark.mpi
 def test_mpirun_without_ulfm_says_what_to_add(env):
-    mpirun = [launch.find_mpirun(), "--oversubscribe", "-n", "2"]
+    words = [mpirun.find_mpirun(), "--oversubscribe", "-n", "2"]
     if os.geteuid() == 0:
-        mpirun.append("--allow-run-as-root")
-    command = [*mpirun, sys.executable, "-m", "recover_megatron", SCRIPT, *FLAGS]
+        words.append("--allow-run-as-root")
+    command = [*words, sys.executable, "-m", "recover_megatron", SCRIPT, *FLAGS]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 2
     assert done.stderr.count("fault tolerance (ULFM) is not switched on") == 1
@@ -199,7 +199,7 @@ def test_the_launcher_asks_once_then_hands_signals_on(tmp_path, training, signal
         "print('ready', flush=True)\ntime.sleep(60)"
     )
     parent = (
-        "import os, pathlib, sys; from recover_megatron.tools.launch import run_mpirun\n"
+        "import os, pathlib, sys; from recover_megatron.tools.mpirun import run_mpirun\n"
         f"command, folder = [sys.executable, '-c', {code!r}], pathlib.Path({str(tmp_path)!r})\n"
         "sys.exit(run_mpirun(command, os.environ, lambda mpirun: mpirun.wait(), folder))"
     )
@@ -215,27 +215,27 @@ def test_the_launcher_asks_once_then_hands_signals_on(tmp_path, training, signal
 
 
 def test_an_mpirun_that_outlives_its_ranks_is_killed(monkeypatch, capsys):
-    monkeypatch.setattr(launch, "_GRACE_S", 0.2)
-    mpirun = subprocess.Popen(["sh", "-c", "sleep 1.5 & wait; exec sleep 600"])
-    assert launch.wait_for_mpirun(mpirun) == 0
-    assert mpirun.returncode == -signal.SIGKILL
+    monkeypatch.setattr(mpirun, "_GRACE_S", 0.2)
+    hung = subprocess.Popen(["sh", "-c", "sleep 1.5 & wait; exec sleep 600"])
+    assert mpirun.wait_for_mpirun(hung) == 0
+    assert hung.returncode == -signal.SIGKILL
     assert "all ranks have ended, but mpirun has not" in capsys.readouterr().err
-    mpirun = subprocess.Popen(["sh", "-c", "sleep 1.5 & wait; exit 7"])
-    assert launch.wait_for_mpirun(mpirun) == 7
+    ended = subprocess.Popen(["sh", "-c", "sleep 1.5 & wait; exit 7"])
+    assert mpirun.wait_for_mpirun(ended) == 7
 
 
 def test_a_job_in_which_nobody_reached_the_end_is_a_failure(tmp_path: Path, capsys):
     Trace(str(tmp_path), 1, 0).emit("died", reason="ValueError: of me")
-    assert launch._exit_code(0, tmp_path / "exit_code") == 1
+    assert mpirun.exit_code(0, tmp_path / "exit_code") == 1
     error = capsys.readouterr().err
     assert "no replica reached its end" in error
     assert "the first to die was replica 1, position 0: ValueError: of me" in error
     (tmp_path / "exit_code").write_text("3\n")
-    assert launch._exit_code(0, tmp_path / "exit_code") == 3
+    assert mpirun.exit_code(0, tmp_path / "exit_code") == 3
 
 
 def restarted(tmp_path: Path, command: str) -> int:
-    return launch._restart(command, launch.EXIT_NOBODY, tmp_path)
+    return launch._restart(command, mpirun.EXIT_NOBODY, tmp_path)
 
 
 def test_a_job_that_has_lost_all_replicas_is_started_again(tmp_path: Path, capfd):
@@ -245,12 +245,12 @@ def test_a_job_that_has_lost_all_replicas_is_started_again(tmp_path: Path, capfd
     out, error = capfd.readouterr()
     assert out == f"{tmp_path}\n"
     assert "recover: restarting: " in error
-    assert restarted(tmp_path, "/no/such/program") == launch.EXIT_NOBODY
+    assert restarted(tmp_path, "/no/such/program") == mpirun.EXIT_NOBODY
 
 
 def test_a_job_that_has_committed_nothing_is_not_started_again(tmp_path: Path, capfd):
     Trace(str(tmp_path), 0, 0).emit("started")
-    assert restarted(tmp_path, sys.executable) == launch.EXIT_NOBODY
+    assert restarted(tmp_path, sys.executable) == mpirun.EXIT_NOBODY
     assert "not restarted, since no iteration was committed" in capfd.readouterr().err
 
 
@@ -270,7 +270,7 @@ def test_nan_in_several_replicas_at_once_is_said_to_be_no_hardware_fault(tmp_pat
     for replica in (0, 1):
         reason = "RuntimeError: Rank 0: found NaN in local grad norm"
         Trace(str(tmp_path), replica, 0).emit("died", reason=reason)
-    assert launch._exit_code(0, tmp_path / "exit_code") == 1
+    assert mpirun.exit_code(0, tmp_path / "exit_code") == 1
     assert "2 replicas found NaN at once, so the data or the model" in capsys.readouterr().err
 
 

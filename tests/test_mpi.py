@@ -14,7 +14,7 @@ import pytest
 from recover_megatron.adapters.megatron.arguments import read_job
 from recover_megatron.adapters.megatron.session import EXIT_CONFIG, EXIT_UNRECOVERABLE
 from recover_megatron.tools import cli
-from recover_megatron.tools.launch import mpirun_command
+from recover_megatron.tools.mpirun import mpirun_command
 from recover_megatron.tools.run_record import RunRecord
 
 STEPS, MICROBATCHES = 8, 12
@@ -31,10 +31,10 @@ def mpirun(job: str, replicas: int, words: list[str]) -> list[str]:
 
 LAUNCHER = """
 import os, pathlib, sys
-from recover_megatron.tools import launch
+from recover_megatron.tools import mpirun
 folder = pathlib.Path(sys.argv[1])
-code = launch.run_mpirun(sys.argv[2:], os.environ, launch.wait_for_mpirun, folder)
-sys.exit(launch._exit_code(code, folder / "exit_code"))
+code = mpirun.run_mpirun(sys.argv[2:], os.environ, mpirun.wait_for_mpirun, folder)
+sys.exit(mpirun.exit_code(code, folder / "exit_code"))
 """
 
 

@@ -30,7 +30,7 @@ from recover_megatron.hosts.tunnel import admits, own_addresses
 
 _POLL_S = 0.05
 _BEAT_S = 1.0
-# A shorter outage is ridden out by TCP. Less than MPI's own heartbeat (tools/launch.py), which
+# A shorter outage is ridden out by TCP. Less than MPI's own heartbeat (tools/mpirun.py), which
 # finds the ranks of a host one by one.
 SILENT_S = 15.0
 _NEVER_MS = 7 * 24 * 3600 * 1000

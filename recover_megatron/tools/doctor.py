@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from recover_megatron.errors import ConfigError
-from recover_megatron.tools.launch import find_mpirun, mpirun_prefix
+from recover_megatron.tools.mpirun import find_mpirun, mpirun_prefix
 
 EXPECTED = {
     "torch": "2.13.0",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from recover_megatron.hosts.agent import SETTINGS, remote_words
 from recover_megatron.hosts.folder import HostFolder
 from recover_megatron.hosts.tunnel import address_towards
 from recover_megatron.hosts.witness import Witness
+from recover_megatron.tools.mpirun import wait_until_over
 
 REMOTE_SHELL = "ssh -o BatchMode=yes {host}"
 # What ranks on other hosts get of the launcher's environment.
@@ -215,24 +215,6 @@ class HostJob(AbstractContextManager["HostJob"]):
             file=sys.stderr,
         )
         return EXIT_UNRECOVERABLE
-
-
-def wait_until_over(
-    mpirun: subprocess.Popen[bytes], over: Callable[[], bool], grace_s: float
-) -> int | None:
-    """mpirun's code; None if it had to be killed, having gone on while `over()` for `grace_s`."""
-    over_since: float | None = None
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return mpirun.wait(0.2)
-        if not over():
-            over_since = None
-        elif over_since is None:
-            over_since = time.monotonic()
-        elif time.monotonic() - over_since > grace_s:
-            mpirun.kill()
-            mpirun.wait()
-            return None
 
 
 def _this_host(names: Sequence[str]) -> tuple[str, str]:
