@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.collectives.quorum import Evidence, Place, has_quorum, parse_place, running
+from recover_megatron.hosts.folder import HostFolder
 
 RANKS = st.integers(0, 9)
 
@@ -45,16 +46,16 @@ def test_proof_is_a_process_that_is_gone_or_the_witness_saying_so(tmp_path):
         ended = subprocess.Popen(["true"])
         while running(ended.pid):  # until it is a zombie
             pass
-        file = tmp_path / "dead"
+        folder = HostFolder(tmp_path)
         places = [Place(here, alive.pid), Place(here, ended.pid)]
         places += [Place("h1", 7), Place("h1", 8), Place("h2", 7)]
-        evidence = Evidence(places, here, file)
+        evidence = Evidence(places, here, lambda: folder.lines("dead"))
         assert evidence() == {1}
-        file.write_text("h1 8\n")
+        folder.write("dead", "h1 8\n")
         assert evidence() == {1, 3}
-        file.write_text("h1 8\nh2\n")
+        folder.write("dead", "h1 8\nh2\n")
         assert evidence() == {1, 3, 4}
-        assert Evidence(places, here, None)() == {1}
+        assert Evidence(places, here)() == {1}
         alive.kill()
         ended.wait()
     assert evidence() == {0, 1, 3, 4}

@@ -7,7 +7,7 @@ danger. One that is out of reach thinks the same of us, and both sides would tra
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,16 @@ class Evidence:
     """Which ranks are proven dead, as far as this rank can tell.
 
     Ranks on this host: their process is gone. Ranks elsewhere: what this host's witness has written
-    into `file` (hosts/witness.py), a line `host` for a host and `host pid` for a process. Without a
-    file (one host) there is no other source.
+    by now (hosts/witness.py) and `told` reads, a line `host` for a host and `host pid` for a
+    process. On one host there is no other source.
     """
 
-    def __init__(self, places: Sequence[Place], host: str, file: Path | None):
+    def __init__(
+        self, places: Sequence[Place], host: str, told: Callable[[], frozenset[str]] = frozenset
+    ):
         self._places = places
-        self._file = file
         self._here = host
+        self._told = told
 
     def __call__(self, among: Iterable[int] | None = None) -> frozenset[int]:
         """Of the ranks `among`, or of all."""
@@ -74,12 +76,6 @@ class Evidence:
         if place.host in told or str(place) in told:
             return True
         return place.host == self._here and not running(place.pid)
-
-    def _told(self) -> frozenset[str]:
-        try:
-            return frozenset(self._file.read_text().splitlines()) if self._file else frozenset()
-        except FileNotFoundError:
-            return frozenset()
 
 
 def running(pid: int) -> bool:

@@ -58,6 +58,10 @@ class RankOnHost:
         self.folder.write_lines("fenced", lost)
         cut_off(self._addresses(lost))
 
+    def proven_dead(self) -> frozenset[str]:
+        """Hosts, and processes as `host pid`, of which the witness has proof."""
+        return self.folder.lines("dead")
+
     def had_no_quorum(self) -> None:
         self.folder.write("no_quorum")
 

@@ -27,7 +27,7 @@ def main() -> int:
     watcher = Watcher(transport, frozenset(), 0.02, lambda ranks: None)
     watcher.start()
     transport.split(0)
-    evidence = Evidence(gather_places(transport, "here"), "here", None)
+    evidence = Evidence(gather_places(transport, "here"), "here")
     communicator = GuardedCommunicator(
         transport, layout, transport.rank, RecoveryConfig(), evidence
     )

@@ -135,7 +135,7 @@ def start(argv: Sequence[str]) -> Session:
     console = Console(folder, replica_id, position) if folder else None
     store = _own_torch_world(transport, layout, replica_id, position)
     places = gather_places(transport, host)
-    evidence = Evidence(places, host, on_host.folder.path / "dead" if on_host else None)
+    evidence = Evidence(places, host, on_host.proven_dead if on_host else frozenset)
     watcher.proven_dead = lambda: evidence(mates)
     communicator = GuardedCommunicator(transport, layout, rank, config, evidence)
     signal.signal(STOP_SIGNAL, lambda number, frame: communicator.ask_to_stop(SIGNALLED))
