@@ -41,7 +41,9 @@ from recover_megatron.errors import ConfigError, ReplicaLost  # noqa: E402
 _FAILURE_CLASSES = frozenset(
     (MPI.ERR_PROC_ABORTED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 )
-_NAP_S = 0.0005
+# Between two looks at a request; a tenth of the time waited so far, within these bounds. Looking
+# takes some 40 us, which a rank that is limited to a part of a core has to save for its work.
+_NAP_S, _LONGEST_NAP_S = 0.0005, 0.004
 # How long the watcher waits for the training thread to leave MPI, before it goes on with what it
 # knows: in most calls for microseconds, in Shrink and Split for as long as peers take.
 _TURN_S = 0.05
@@ -135,10 +137,15 @@ class UlfmTransport:
         """As `_wait`. But MPI_Test frees a send whose peer has died, see `_exchange`; asking for
         its status does not, and does not tell either."""
         status = MPI.Status()
-        while not self._mpi(lambda: request.Get_status(status)):
+
+        def ended() -> bool:
+            if self._mpi(lambda: request.Get_status(status)):
+                return True
             if self._is_broken(comm):
                 raise MPI.Exception(MPI.ERR_PROC_FAILED)
-            self._nap()
+            return False
+
+        self._wait_until(ended)
         if status.Get_error() != MPI.SUCCESS:
             raise MPI.Exception(MPI.ERR_PROC_FAILED)
         self._mpi(request.Wait)  # complete: to free it
@@ -168,17 +175,19 @@ class UlfmTransport:
         return answer & ~_SEAL_MASK
 
     def _wait(self, request: MPI.Request) -> None:
-        """Until the request is complete, asleep in between if ranks outnumber cores.
+        self._wait_until(lambda: self._mpi(request.Test))
+
+    def _wait_until(self, ended: Callable[[], bool]) -> None:
+        """Asleep between two looks if ranks outnumber cores.
 
         MPI's blocking calls spin. With more ranks than cores that starves whoever must run for a
         failure to be seen, mpirun and the watchers: for up to 19 s on Linux 6.18 (docs/log.md).
         """
-        while not self._mpi(request.Test):
-            self._nap()
-
-    def _nap(self) -> None:
-        if self._crowded:
-            time.sleep(_NAP_S)
+        nap = _NAP_S
+        while not ended():
+            if self._crowded:
+                time.sleep(nap)
+                nap = min(1.1 * nap, _LONGEST_NAP_S)
 
     def _mpi(self, call: Callable[[], _T], with_peers: bool = False) -> _T:
         """A call of MPI by the training thread, that ends soon by itself, or once all peers have
