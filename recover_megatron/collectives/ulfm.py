@@ -41,9 +41,7 @@ from recover_megatron.errors import ConfigError, ReplicaLost  # noqa: E402
 _FAILURE_CLASSES = frozenset(
     (MPI.ERR_PROC_ABORTED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 )
-# Between two looks at a request; a tenth of the time waited so far, within these bounds. Looking
-# takes some 40 us, which a rank that is limited to a part of a core has to save for its work.
-_NAP_S, _LONGEST_NAP_S = 0.0005, 0.004
+_NAP_S = 0.0005
 # How long the watcher waits for the training thread to leave MPI, before it goes on with what it
 # knows: in most calls for microseconds, in Shrink and Split for as long as peers take.
 _TURN_S = 0.05
@@ -137,15 +135,10 @@ class UlfmTransport:
         """As `_wait`. But MPI_Test frees a send whose peer has died, see `_exchange`; asking for
         its status does not, and does not tell either."""
         status = MPI.Status()
-
-        def ended() -> bool:
-            if self._mpi(lambda: request.Get_status(status)):
-                return True
+        while not self._mpi(lambda: request.Get_status(status)):
             if self._is_broken(comm):
                 raise MPI.Exception(MPI.ERR_PROC_FAILED)
-            return False
-
-        self._wait_until(ended)
+            self._nap()
         if status.Get_error() != MPI.SUCCESS:
             raise MPI.Exception(MPI.ERR_PROC_FAILED)
         self._mpi(request.Wait)  # complete: to free it
@@ -175,19 +168,17 @@ class UlfmTransport:
         return answer & ~_SEAL_MASK
 
     def _wait(self, request: MPI.Request) -> None:
-        self._wait_until(lambda: self._mpi(request.Test))
-
-    def _wait_until(self, ended: Callable[[], bool]) -> None:
-        """Asleep between two looks if ranks outnumber cores.
+        """Until the request is complete, asleep in between if ranks outnumber cores.
 
         MPI's blocking calls spin. With more ranks than cores that starves whoever must run for a
         failure to be seen, mpirun and the watchers: for up to 19 s on Linux 6.18 (docs/log.md).
         """
-        nap = _NAP_S
-        while not ended():
-            if self._crowded:
-                time.sleep(nap)
-                nap = min(1.1 * nap, _LONGEST_NAP_S)
+        while not self._mpi(request.Test):
+            self._nap()
+
+    def _nap(self) -> None:
+        if self._crowded:
+            time.sleep(_NAP_S)
 
     def _mpi(self, call: Callable[[], _T], with_peers: bool = False) -> _T:
         """A call of MPI by the training thread, that ends soon by itself, or once all peers have
