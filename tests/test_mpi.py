@@ -29,6 +29,11 @@ def mpirun(job: str, replicas: int, words: list[str]) -> list[str]:
     return command[:module] + command[module + 2 :]
 
 
+def said_by_ranks(output: str) -> list[str]:
+    """Without the lines of mpirun's own run-time, which begin with `[host:pid]`."""
+    return [line for line in output.splitlines() if not re.match(r"\[[^]]+:\d+\] ", line)]
+
+
 LAUNCHER = """
 import os, pathlib, sys
 from recover_megatron.tools import mpirun
@@ -208,8 +213,7 @@ def test_agreements_are_right_while_the_watcher_drives_progress(run):
     script = next(i for i, word in enumerate(command) if word.endswith("agree_job.py"))
     code, output = run([*command[: script + 1], 3000])
     assert code == 0, output
-    said = [line for line in output.splitlines() if line.startswith("rank ")]  # not mpirun's own
-    assert sorted(said) == [f"rank {rank}: 3000 right" for rank in range(4)]
+    assert sorted(said_by_ranks(output)) == [f"rank {rank}: 3000 right" for rank in range(4)]
 
 
 def test_an_unspecific_error_counts_as_a_loss_only_where_a_lost_member_is_known(run):
@@ -217,18 +221,15 @@ def test_an_unspecific_error_counts_as_a_loss_only_where_a_lost_member_is_known(
         "import os\n"
         "from recover_megatron.collectives import ulfm\n"
         "error = ulfm.MPI.Exception(ulfm.MPI.ERR_OTHER)\n"
-        "lost = ulfm._lost(error, 'all_reduce', lost_is_known=True)\n"
-        "print('of a known loss:', type(lost).__name__)\n"
+        "print(type(ulfm._lost(error, 'all_reduce', lost_is_known=True)).__name__)\n"
         "try:\n"
         "    ulfm._lost(error, 'all_reduce')\n"
         "except ulfm.MPI.Exception:\n"
-        "    print('otherwise: raised', flush=True)\n"
+        "    print('raised', flush=True)\n"
         "os._exit(0)"
     )
     words = ["--recover", "--micro-batch-size", "1", "--global-batch-size", "1"]
     command = mpirun("driver_job.py", 1, words)
     python = command.index(sys.executable)
     returned, output = run([*command[: python + 1], "-c", code])
-    assert returned == 0, output
-    assert "of a known loss: ReplicaLost\n" in output
-    assert "otherwise: raised\n" in output
+    assert (returned, said_by_ranks(output)) == (0, ["ReplicaLost", "raised"])
