@@ -8,33 +8,70 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 
 class Trace:
-    """Appends events to `directory/trace.rR.pP.jsonl`; with no directory it does nothing."""
+    """Appends events to `directory/trace.rR.pP.jsonl`; with no directory it does nothing.
 
-    def __init__(self, directory: str | None, replica_id: int, position: int):
+    Tracing must not end training: what cannot be written is kept, up to KEPT events, and written
+    when it can be. `warn(subject, text)` is told once.
+    """
+
+    KEPT = 1000
+    _WAIT_S = 1.0  # for another thread that is stuck in a write
+
+    def __init__(
+        self,
+        directory: str | None,
+        replica_id: int,
+        position: int,
+        warn: Callable[[str, str], None] = lambda subject, text: None,
+    ):
         self._who = {"replica": replica_id, "position": position}
+        self._path = trace_path(directory, replica_id, position) if directory is not None else None
+        self._warn = warn
         self._fd: int | None = None
-        if directory is not None:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            path = trace_path(directory, replica_id, position)
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._pending: list[bytes] = []
+        self._written = 0  # bytes of the first pending line that are in the file
+        self._lock = threading.Lock()
+        self.emit()
 
-    def emit(self, event: str, **facts: Any) -> None:
-        """Safe from any thread; never raises for a full disk: tracing must not end training."""
-        if self._fd is None:
+    def emit(self, event: str = "", **facts: Any) -> None:
+        """Safe from any thread; never raises for a file that cannot be written."""
+        if self._path is None:
             return
-        line = json.dumps({"time": time.time(), "event": event, **self._who, **facts}) + "\n"
+        text = json.dumps({"time": time.time(), "event": event, **self._who, **facts}) + "\n"
+        if not self._lock.acquire(timeout=self._WAIT_S):
+            return
         try:
-            os.write(self._fd, line.encode())
-        except OSError:
-            os.close(self._fd)
-            self._fd = None
+            if event:
+                self._pending.append(text.encode())
+            if len(self._pending) > self.KEPT:
+                del self._pending[1]  # the first may be half in the file
+            self._write(self._path)
+        except OSError as error:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+            self._warn("trace", f"{self._path} cannot be written ({error}): training goes on")
+        finally:
+            self._lock.release()
+
+    def _write(self, path: Path) -> None:
+        if self._fd is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        while self._pending:
+            line = self._pending[0]
+            self._written += os.write(self._fd, line[self._written :])
+            if self._written == len(line):
+                del self._pending[0]
+                self._written = 0
 
 
 def trace_path(directory: str | Path, replica_id: int, position: int) -> Path:
@@ -44,14 +81,17 @@ def trace_path(directory: str | Path, replica_id: int, position: int) -> Path:
 def write_atomically(path: Path, text: str) -> None:
     """So that nobody ever reads half of it."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_traces(directory: str | Path) -> Iterator[dict[str, Any]]:
     """All events of a run, file by file; a last line cut short by a kill is skipped."""
     for path in sorted(Path(directory).glob("trace.r*.p*.jsonl")):
-        with path.open() as lines:
+        with path.open("rb") as lines:
             yield from parse_events(lines)
 
 
@@ -59,6 +99,8 @@ def parse_events(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
     """The events of a trace's lines; one cut short by a kill is skipped."""
     for line in lines:
         try:
-            yield json.loads(line)
+            event = json.loads(line)
         except ValueError:  # also of bytes that are no text
             continue
+        if isinstance(event, dict):
+            yield event

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Set
+from typing import NoReturn
 
 import numpy as np
 
 from recover_megatron.collectives.quorum import has_quorum
 from recover_megatron.collectives.transport import Array, Transport
 from recover_megatron.config import RecoveryConfig
-from recover_megatron.errors import NoQuorum, ReplicaLost, Unrecoverable
+from recover_megatron.errors import InvariantViolation, NoQuorum, ReplicaLost, Unrecoverable
 from recover_megatron.world import ReplicaLayout, World
 
-# Bits of an agreement: each is a yes that any rank can turn into a no. The last two are reasons to
-# stop, see `ask_to_stop`.
-_COMMIT, SIGNALLED, OUT_OF_TIME = 1, 2, 4
+# Bits of an agreement: each is a yes that any rank can turn into a no. Two are reasons to stop, see
+# `ask_to_stop`; _STAYS is what a rank says that does not `leave`; _ALL is what every rank says, so
+# that an answer of 0 means that one has died.
+_COMMIT, SIGNALLED, OUT_OF_TIME, _STAYS, _ALL = 1, 2, 4, 8, 16
 _REASONS = SIGNALLED | OUT_OF_TIME
+# What an agreement can be about. It travels as a number and its complement: where two ranks mean
+# different things, all find out, instead of taking a vote on one thing for one on the other.
+SUBJECTS = (
+    *("begin", "repair", "iteration", "evaluation", "build data loaders", "exchange", "save"),
+    *("end", "left"),
+)
+_SUBJECT_BITS = 5
+_NUMBER_AT, _COMPLEMENT_AT = 5, 5 + _SUBJECT_BITS
+_SUBJECT_MASK = (1 << _SUBJECT_BITS) - 1
 
 
 class GuardedCommunicator:
@@ -39,12 +50,13 @@ class GuardedCommunicator:
         self._config = config
         self._proven_dead = proven_dead
         self._asked_to_stop = 0
+        self._leaves_by = ""
         self.stopping = 0  # for these reasons, as all ranks know; the same at all of them
 
     def begin(self, world: World) -> World:
         """Build the first position groups; every rank calls it once. Returns the world to start
         with: a smaller one if a rank died meanwhile."""
-        if self.agree(self._split()):
+        if self.agree(self._split(), "begin"):
             return world
         return self.repair(world)
 
@@ -62,14 +74,45 @@ class GuardedCommunicator:
         tells all. Safe in a signal handler."""
         self._asked_to_stop |= reason
 
-    def agree(self, vote: bool) -> bool:
+    def agree(self, vote: bool, about: str = "iteration") -> bool:
         """The consensus barrier over the whole world: the same answer at every live rank. A request
-        to stop travels along: a yes brings `stopping` up to date at every rank."""
-        flags = (_COMMIT if vote else 0) | (_REASONS & ~self._asked_to_stop)
-        answer = self._transport.agree(flags)
+        to stop travels along: a yes brings `stopping` up to date at every rank.
+
+        `about` is one of SUBJECTS. Where another live rank is in an agreement about something else,
+        the answer is no everywhere, and if that rank `leaves`, it dies of it, as a lost replica.
+        Raises InvariantViolation where none leaves: the ranks have come apart, which is our bug.
+        """
+        flags = (_COMMIT if vote else 0) | (_REASONS & ~self._asked_to_stop) | _ALL
+        flags |= 0 if self._leaves_by else _STAYS
+        answer = self._transport.agree(flags | _subject_bits(about))
+        if not answer:
+            return False
+        if other := _other_subject(answer, about):
+            if self._leaves_by:
+                self._transport.die(f"{self._leaves_by}, while others are in {other!r}")
+            if answer & _STAYS:
+                raise InvariantViolation(
+                    f"rank {self._rank} is in an agreement about {about!r}, another about {other!r}"
+                )
+            return False
         if answer & _COMMIT:
             self.stopping = _REASONS & ~answer
         return bool(answer & _COMMIT)
+
+    def leave(self, how: str) -> None:
+        """This rank ends, in a way (`how`, in words) that the world has not agreed on. The next
+        agreement must be about "end": if all live ranks are in it, that is an orderly end. If not,
+        this rank dies. Whoever waits in a collective for this rank is woken up."""
+        self._leaves_by = how
+        self._transport.revoke()
+
+    def die(self, reason: str) -> NoReturn:
+        """See Transport.die. Any thread may call it."""
+        self._transport.die(reason)
+
+    def failed(self) -> frozenset[int]:
+        """See Transport.failed."""
+        return self._transport.failed()
 
     def repair(self, world: World) -> World:
         """Rebuild world and position groups over the whole replicas that are left.
@@ -98,7 +141,7 @@ class GuardedCommunicator:
         NoQuorum, at every rank, if proof of the others' deaths does not come."""
         for _ in range(self._config.proof_polls):
             dead = self._survey() if ready else None
-            if not self.agree(dead is not None):
+            if not self.agree(dead is not None, "repair"):
                 return False
             assert dead is not None
             if has_quorum(before, ranks, dead):
@@ -147,3 +190,21 @@ class GuardedCommunicator:
             seen = self._transport.failed()
             if seen != dead:
                 dead, since = seen, time.monotonic()
+
+
+def _subject_bits(about: str) -> int:
+    if about not in SUBJECTS:
+        raise InvariantViolation(f"there is no agreement about {about!r}")
+    number = SUBJECTS.index(about)
+    return number << _NUMBER_AT | (~number & _SUBJECT_MASK) << _COMPLEMENT_AT
+
+
+def _other_subject(answer: int, about: str) -> str:
+    """What another rank meant, if not the same; "something else" if there are several."""
+    ours = SUBJECTS.index(about)
+    common = answer >> _NUMBER_AT & _SUBJECT_MASK | answer >> _COMPLEMENT_AT & _SUBJECT_MASK
+    differs = ~common & _SUBJECT_MASK
+    if not differs:
+        return ""
+    theirs = ours ^ differs
+    return SUBJECTS[theirs] if theirs < len(SUBJECTS) else "something else"

@@ -1,33 +1,40 @@
-"""The watchdog: a small process beside each rank that ends it when it makes no progress, and that
-ends what the rank has started when the rank is gone.
+"""The watchdog: each rank's parent process. However the rank ends, it makes the others notice.
 
-It is a process and not a thread, so that it also ends a rank whose training thread holds Python's
-lock, or that is stopped as a whole (SIGSTOP). Peers see a hung rank as a dead replica then. Helper
-processes (Megatron's checkpoint writer has one of 200 MB in each rank) do not notice that their
-rank was killed or left by os._exit, and would stay for ever.
+Open MPI tells the other ranks of a death by SIGKILL at once, but of a process that ends by itself
+(os._exit, sys.exit, a crash in a library) not for minutes. So the rank runs in a child process,
+and the watchdog, whose own end is what mpirun and the peers see,
+
+* passes on an orderly end, which the rank has announced with `leaves`;
+* turns every other end of the rank into SIGKILL to itself;
+* ends a rank that makes no progress: also one that holds Python's lock, or that is stopped as a
+  whole (SIGSTOP), which a thread of the rank could not do;
+* ends what the rank has started when the rank is gone (Megatron's checkpoint writer is a process of
+  200 MB in each rank, which would stay for ever).
+
+If the watchdog itself is killed, the kernel kills the rank.
 
 The rank writes the moments until which the next signs of progress must come into a shared page, one
-for each thing that is watched; zero means that none is expected. This file is also the watchdog's
-program, run as `python -I -S watchdog.py FD PID TRACE`: standard library only.
+for each thing that is watched; zero means that none is expected.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import glob
 import json
 import math
 import mmap
 import os
+import select
 import signal
 import struct
-import subprocess
 import sys
 import time
+from typing import NoReturn
 
 POLL_S = 0.2
-HELPERS_EVERY = 5  # polls
 STACK_LIMIT_S = 3.0
 STACK_SIGNAL = signal.SIGUSR2  # faulthandler answers without Python's lock
 # What is watched, as it is named when it ends the rank. The second and third end a rank that hangs
@@ -39,13 +46,23 @@ _WATCHED = (
 )
 _OWN, _WATCHER, _CALL = range(len(_WATCHED))
 _FORMAT = f"{len(_WATCHED)}d"
+# The places behind them: 1 + the exit code of an orderly end; 1 if the rank has traced why it dies.
+_LEAVES, _SAID = len(_WATCHED), len(_WATCHED) + 1
+# Linux's prctl(2).
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+# What may be sent to the rank's parent is meant for the rank.
+_PASSED_ON = ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "CONT", "ALRM")
 MPI_LIMIT_S = 30.0
 # Until the first iteration has been computed: imports from a slow file system hold Python's lock.
 START_LIMIT_S = 300.0
 
 
 class Watchdog:
-    """The rank's side. Made before MPI is started; used by the training thread alone.
+    """The rank's side; used by the training thread alone.
+
+    Making one forks: the caller goes on as the child, and the process that it was becomes its
+    watchdog. So it is made before MPI is started and before torch is imported, while the process is
+    small and has one thread. The caller must end with `leaves(code)` and `os._exit(code)`.
 
     `hang_timeout_s` is the longest time between two signs of progress while computing. None: twenty
     times the longest that was seen, at least `floor_s`, and half an hour until the first iteration
@@ -73,18 +90,25 @@ class Watchdog:
         self._between = False
         self._longest = {False: 0.0, True: 0.0}  # by _between
         self._settled = False  # the first iteration has been computed
-        fd = os.memfd_create("recover-watchdog")
-        os.ftruncate(fd, mmap.PAGESIZE)
-        self._page = mmap.mmap(fd, mmap.PAGESIZE)
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)  # shared with the child
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        parent, child = os.getpid(), os.fork()
+        if child:
+            _watch_and_end(self._page, child, trace_path or "")
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        faulthandler.enable()  # or Open MPI's own handler would hold a crashed rank for a minute
         faulthandler.register(STACK_SIGNAL, all_threads=True, chain=False)
-        subprocess.Popen(  # ends with this process, by itself
-            [sys.executable, "-I", "-S", __file__, str(fd), str(os.getpid()), trace_path or ""],
-            pass_fds=(fd,),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # an inherited pipe would keep mpirun waiting
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(fd)
+
+    def leaves(self, code: int) -> None:
+        """The whole world has agreed on this rank's end: what follows is no failure."""
+        self._write(_LEAVES, 1.0 + code)
+
+    def last_words(self) -> None:
+        """The rank has traced why it is about to die. Any thread may call it."""
+        self._write(_SAID, 1.0)
 
     @property
     def timeout_s(self) -> float:
@@ -148,18 +172,41 @@ class Watchdog:
         struct.pack_into("d", self._page, what * struct.calcsize("d"), deadline)
 
 
-def watch(fd: int, pid: int, trace_path: str) -> None:
-    """The watchdog's own loop: until the rank is gone, or has been ended for want of progress."""
-    page = mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
+def prctl(option: int, value: object) -> None:
+    """Linux's prctl(2) for this process; where it fails, nothing is lost but a convenience."""
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Descendants of this process whose parents have ended become its children."""
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _watch_and_end(page: mmap.mmap, rank: int, trace_path: str) -> NoReturn:
+    """The watchdog's own part: never returns into the rank's code, whatever happens."""
+    try:
+        prctl(_PR_SET_NAME, b"recover-watchdog")
+        adopt_orphans()
+        for name in _PASSED_ON:
+            signal.signal(getattr(signal, f"SIG{name}"), lambda number, _: _send(rank, number))
+        watch(page, rank, trace_path)
+        end_children()
+        leaves, _ = _ends(page)
+        if leaves:
+            os._exit(int(leaves) - 1)
+    finally:
+        _send(rank, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def watch(page: mmap.mmap, rank: int, trace_path: str) -> None:
+    """Until the rank has ended, by itself or for want of progress."""
     known = struct.unpack_from(_FORMAT, page, 0)
     grace, woke = [0.0] * len(_WATCHED), time.monotonic()
-    helpers: dict[int, str] = {}
-    polls = 0
-    while os.getppid() == pid:
-        if polls % HELPERS_EVERY == 0:
-            helpers = helpers_of(pid)
-        polls += 1
-        time.sleep(POLL_S)
+    ended = select.poll()
+    ended.register(os.pidfd_open(rank), select.POLLIN)
+    while not ended.poll(1000 * POLL_S):
         now = time.monotonic()
         # Time in which this process did not run, the rank may not have run either.
         missed = now - woke - POLL_S if now - woke > 2 * POLL_S else 0.0
@@ -168,36 +215,60 @@ def watch(fd: int, pid: int, trace_path: str) -> None:
         for what, deadline in enumerate(deadlines):
             grace[what] = grace[what] + missed if deadline == known[what] else 0.0
             if deadline and now > deadline + grace[what]:
-                helpers = helpers_of(pid)
-                _end(pid, trace_path, _WATCHED[what])
-                end_helpers(helpers)
+                _end(rank, trace_path, _WATCHED[what])
                 return
         known = deadlines
-    end_helpers(helpers)
+        _reap(but=rank)
+    _tell(trace_path, page, rank)
 
 
-def helpers_of(pid: int) -> dict[int, str]:
-    """The processes that `pid` and its helpers have started, but for this one, with the moment at
-    which each was started."""
-    found: dict[int, str] = {}
-    for children in glob.glob(f"/proc/{pid}/task/*/children"):
-        for child in map(int, _read(children).split()):
-            if child != os.getpid():
-                found |= {child: _started(child)} | helpers_of(child)
-    return found
+def _ends(page: mmap.mmap) -> tuple[float, float]:
+    """_LEAVES and _SAID."""
+    leaves, said = struct.unpack_from("2d", page, _LEAVES * struct.calcsize("d"))
+    return leaves, said
 
 
-def end_helpers(helpers: dict[int, str]) -> None:
-    """SIGKILL to those of `helpers_of` that still run."""
-    for pid, started in helpers.items():
-        if started and _started(pid) == started:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+def _tell(trace_path: str, page: mmap.mmap, rank: int) -> None:
+    """The last words of a rank that had none: how it ended, in its trace."""
+    status = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    if any(_ends(page)) or status is None:
+        return
+    if status.si_code == os.CLD_EXITED:
+        _trace_death(trace_path, f"its process ended by itself, with code {status.si_status}")
+    else:
+        _trace_death(trace_path, f"killed by {signal.Signals(status.si_status).name}")
 
 
-def _started(pid: int) -> str:
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return fields[19] if fields else ""
+def _reap(but: int) -> None:
+    """Adopted processes that have ended, but not the rank: its status is asked for later."""
+    for child in _children(os.getpid()):
+        if child != but:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+
+
+def end_children() -> None:
+    """SIGKILL to all descendants of this process, which has called `adopt_orphans`: those of a
+    process that ends become its children."""
+    for _ in range(1000):
+        children = _children(os.getpid())
+        for child in children:
+            _send(child, signal.SIGKILL)
+        for child in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, 0)
+        if not children:
+            return
+
+
+def _children(pid: int) -> list[int]:
+    tasks = glob.glob(f"/proc/{pid}/task/*/children")
+    return [int(child) for task in tasks for child in _read(task).split()]
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _read(path: str) -> str:
@@ -209,17 +280,19 @@ def _read(path: str) -> str:
 
 
 def _end(pid: int, trace_path: str, why: str) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         _ask_for_stack(pid, trace_path)
-        if trace_path:
-            reason = f"{why}: ended by its watchdog"
-            event = {"time": time.time(), "event": "died", "reason": reason}
-            event |= dict(zip(("replica", "position"), _who(trace_path), strict=True))
-            with open(trace_path, "a") as trace:
-                trace.write(json.dumps(event) + "\n")
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
+    _trace_death(trace_path, f"{why}: ended by its watchdog")
+    _send(pid, signal.SIGKILL)
+
+
+def _trace_death(trace_path: str, reason: str) -> None:
+    if not trace_path:
         return
+    event = {"time": time.time(), "event": "died", "reason": reason}
+    event |= dict(zip(("replica", "position"), _who(trace_path), strict=True))
+    with contextlib.suppress(OSError), open(trace_path, "a") as trace:
+        trace.write(json.dumps(event) + "\n")
 
 
 def _ask_for_stack(pid: int, trace_path: str) -> None:
@@ -243,6 +316,3 @@ def _who(trace_path: str) -> tuple[int, int]:
     _, replica, position, _ = os.path.basename(trace_path).split(".")
     return int(replica[1:]), int(position[1:])
 
-
-if __name__ == "__main__":
-    watch(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

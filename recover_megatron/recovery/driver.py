@@ -21,7 +21,7 @@ class Communicator(Protocol):
 
     def all_reduce(self, send: Array, receive: Array, op: str = "sum") -> None: ...
 
-    def agree(self, vote: bool) -> bool: ...
+    def agree(self, vote: bool, about: str = "iteration") -> bool: ...
 
     def repair(self, world: World) -> World: ...
 
@@ -133,7 +133,8 @@ class Driver:
                 return self._reduce(step, index, work.buckets()[index])
             case machine.Agree(vote):
                 self._probe.enter("commit")
-                return machine.Agreed(self._communicator.agree(vote))
+                about = "evaluation" if step is None else "iteration"
+                return machine.Agreed(self._communicator.agree(vote, about))
             case machine.Repair():
                 return machine.Repaired(self._repair(step))
         raise InvariantViolation(f"no way to perform {action} in {state.phase}")
@@ -161,7 +162,7 @@ class Driver:
     def guarded(self, what: str, operation: Callable[[], Any]) -> Any:
         """Run a cross-replica operation outside an iteration until the whole world agrees on it.
 
-        Every live rank calls it with the same `what`. `operation` may raise ReplicaLost; it is
+        Every live rank calls it with the same `what`, one of guard.SUBJECTS. `operation` may raise ReplicaLost; it is
         then run again in the repaired world, so it must be repeatable. Its result is returned, and
         must not be looked at inside `operation`.
         """
@@ -172,7 +173,7 @@ class Driver:
             except ReplicaLost as lost:
                 self._emit("sync_failed", iteration=None, bucket=what, reason=str(lost))
                 vote = False
-            if self._communicator.agree(vote):
+            if self._communicator.agree(vote, what):
                 return result
             self._repair(None)
 

@@ -80,10 +80,10 @@ def _run_recovering(
         Hooks(session, host).install()
         _run(script, namespace)
     except SystemExit as leaving:
-        finish(session, leaving.code)
+        finish(session, leaving.code, f"by sys.exit({leaving.code!r})")
     except ConfigError as error:
         _say(f"error: {error}", session)
-        finish(session, EXIT_CONFIG)
+        finish(session, EXIT_CONFIG, f"with an error: {error}")
     except (Unrecoverable, StopRequested) as error:
         _say(f"stopped: {error}", session)
         finish(session, next(code for kind, code in _STOPS if isinstance(error, kind)))
@@ -92,32 +92,66 @@ def _run_recovering(
             session.on_host.had_no_quorum()
         die(session, error)
     except BaseException as error:
+        save_if_last(session)
         die(session, error)
-    finish(session, 0)
+    finish(session, 0, "at the end of its script")
 
 
 def die(session: Session | None, error: BaseException) -> NoReturn:
-    """The end of a broken rank: say why, then SIGKILL, the one exit that peers notice."""
-    if isinstance(error, NoQuorum):
-        print(f"recover: this rank leaves: {error}", file=sys.stderr)
-    else:
-        traceback.print_exception(error, file=sys.stderr)
-    sys.stderr.flush()
-    if session is not None:
-        session.trace.emit("died", reason=f"{type(error).__name__}: {error}")
-    os.kill(os.getpid(), signal.SIGKILL)
+    """The end of a broken rank: say why, then SIGKILL, the one exit that peers notice at once.
+    Nothing that is said on the way can prevent it."""
+    try:
+        if session is not None and session.console is not None:
+            session.console.speak_up()
+        if isinstance(error, NoQuorum):
+            print(f"recover: this rank leaves: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(error, file=sys.stderr)
+        sys.stderr.flush()
+        if session is not None:
+            session.watchdog.last_words()
+            session.trace.emit("died", **_last_words(error, session.iteration))
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")
 
 
-def finish(session: Session | None, code: Any) -> NoReturn:
-    """End with `code`, which may be anything that sys.exit takes."""
+def _last_words(error: BaseException, iteration: int) -> dict[str, Any]:
+    """What the launcher needs to see that all replicas died of the same error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    said = str(error).strip().splitlines()
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "nowhere"
+    line = (frames[-1].line or "") if frames else ""
+    # A bare assert says nothing but its line.
+    words = said[0] if said and said[0].strip("; ") else line
+    return {
+        "reason": f"{type(error).__name__}: {words}",
+        "exception": type(error).__name__,
+        "where": place,
+        "iteration": iteration,
+    }
+
+
+def save_if_last(session: Session | None) -> None:
+    """A checkpoint of the last committed iteration, if all other replicas are dead and this one,
+    broken by an exception, still holds it whole. Best effort: any error in it changes nothing."""
+    try:
+        if session is not None and session.is_last() and session.rescue is not None:
+            session.rescue()
+    except BaseException:
+        traceback.print_exc(file=sys.stderr)
+
+
+def finish(session: Session | None, code: Any, how: str = "") -> NoReturn:
+    """End with `code`, which may be anything that sys.exit takes. `how` is for an end that the
+    world may not have agreed on."""
     if isinstance(code, str):
         print(code, file=sys.stderr)
     number = code if isinstance(code, int) else int(code is not None)
     if session is None:
         # mpirun ends the job at the first code that is not 0: it must be the rank that has spoken.
         sys.exit(number if _speaks(None) else 0)
-    session.finish(number)
+    session.finish(number & 0xFF, "" if session.ending else how)
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[str, list[str], str]:

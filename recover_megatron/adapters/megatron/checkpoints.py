@@ -6,12 +6,12 @@ own format. The others go on; their next reduction waits for it.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -48,6 +48,9 @@ class Checkpoints:
         self._redirecting = False  # the tracker's name is that of its unpublished copy
         self._failure: BaseException | None = None  # of the save that was begun last
         self._saves = 0  # begun by this replica
+        self._rescuing = False  # the present save is that of a broken replica, the last one
+        self._at: dict[str, Any] = {}  # what Megatron passes after each iteration
+        session.rescue = self._rescue
         self.saved: int | None = None  # the last iteration that this rank knows to be saved
 
     # --- saving --------------------------------------------------------------------------------
@@ -55,6 +58,9 @@ class Checkpoints:
     def save_checkpoint(self, stock: Callable[..., Any], *args: Any, **more: Any) -> None:
         """A save that fails is a warning. The last one of a job is repeated by the next leader if
         the leader dies in it, so every rank then waits for it."""
+        if self._rescuing:
+            stock(*args, **more)
+            return
         bound = inspect.signature(stock).bind(*args, **more).arguments
         if bound["iteration"] == self._session.args.train_iters:
             self._insisting = True
@@ -75,8 +81,7 @@ class Checkpoints:
         if any_in_replica(failure is not None):
             self._give_up(iteration, failure or OSError("another rank of the replica cannot write"))
             return
-        if self._feed.streams is not None and session.position == 0:
-            save_streams(session.args.save, iteration, self._feed.streams)
+        self._save_streams(iteration)
         session.injector.enter("save")
         self._failure, self._tracker, self._redirecting = None, None, True
         self._saves += 1
@@ -94,6 +99,19 @@ class Checkpoints:
         else:
             self._publish(iteration)
         session.injector.leave("save")
+
+    def _save_streams(self, iteration: int) -> None:
+        session, streams = self._session, self._feed.streams
+        if streams is None or session.position != 0:
+            return
+        try:
+            save_streams(session.args.save, iteration, streams)
+        except OSError as error:
+            session.terminal.warn(
+                "streams",
+                f"the positions of the sample streams at iteration {iteration} cannot be saved "
+                f"({error}): a job that resumes from it goes on as if none had been lost",
+            )
 
     def finalize_async_save(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Megatron looks here, after each iteration, whether an asynchronous save has ended."""
@@ -131,38 +149,54 @@ class Checkpoints:
         save = self._session.args.save
         if "://" in save:
             return None  # not a file system
-        probe = Path(save) / f".recover_probe.{self._session.replica_id}.{self._session.position}"
         try:
-            probe.parent.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(probe.parent).free
+            Path(save).mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(save).free
             if free < int(total):
                 return OSError(f"{save} has {free} bytes free, about {int(total)} are needed")
-            with probe.open("wb") as file:
-                file.write(bytes(_PROBE_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
+            # Made anew under a name that nobody can foresee: no link planted there is followed.
+            with tempfile.NamedTemporaryFile(dir=save, prefix=".recover_probe.") as probe:
+                probe.write(bytes(_PROBE_BYTES))
+                probe.flush()
+                os.fsync(probe.fileno())
         except OSError as error:
             return error
-        finally:
-            with contextlib.suppress(OSError):
-                probe.unlink(missing_ok=True)
         return None
 
     # --- what fails in the middle of a save ------------------------------------------------------
 
     def _all_ranks_failed(self) -> bool:
         """This rank has left the save by an exception. If all ranks of the replica have, nobody
-        waits for anybody, and training can go on. Asked by the replica's store: a collective would
-        not meet the one that another rank may still be in."""
+        waits for anybody, and training can go on."""
+        return self._all_ranks_say(f"save_failed/{self._saves}")
+
+    def _all_ranks_say(self, what: str) -> bool:
+        """Asked by the replica's store: a collective would not meet the one that another rank may
+        still be in."""
         store = torch.distributed.distributed_c10d._get_default_store()
         ranks = range(torch.distributed.get_world_size())
-        keys = [f"recover/save_failed/{self._saves}/{rank}" for rank in ranks]
+        keys = [f"recover/{what}/{rank}" for rank in ranks]
         store.set(keys[torch.distributed.get_rank()], "1")
         try:
             store.wait(keys, timedelta(seconds=_OTHERS_FAIL_S))
         except RuntimeError:  # torch's DistStoreError
             return False
         return True
+
+    def _rescue(self) -> None:
+        """Save the last committed iteration, which this replica, the last one, still holds, though
+        an exception has ended its training. Only if it has ended that of all its ranks."""
+        session, bound = self._session, self._at
+        if not (session.holds_iteration and bound and session.args.save):
+            return
+        iteration = bound["iteration"]
+        if self.saved == iteration or not self._all_ranks_say("broken"):
+            return
+        session.watchdog.between()
+        self._rescuing, self._failure = True, None
+        self._save(bound)
+        if self._failure is None and session.position == 0:
+            session.trace.emit("rescued", iteration=iteration, save=session.args.save)
 
     def deferring(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Around the parts of a save that write a file at position 0 alone and meet no other rank
@@ -218,6 +252,8 @@ class Checkpoints:
         session, config, settings = self._session, self._session.config, self._session.args
         bound = inspect.signature(stock).bind(*args, **more).arguments
         iteration = bound["iteration"]
+        self._at, session.holds_iteration = bound, True
+        session.ending = iteration == settings.train_iters
         self._check_replicas(bound["model"], iteration)
         live = session.driver.world.replicas
         if len(live) < config.min_replicas:
@@ -238,9 +274,11 @@ class Checkpoints:
             settings.exit_duration_in_mins = 1e-9  # now at every rank
             self._insisting = True
         try:
-            return stock(*args, **more)
+            leaves = stock(*args, **more)
         finally:
             self._insisting = False
+        session.ending = session.ending or bool(leaves)
+        return leaves
 
     def _check_replicas(self, model: Any, iteration: int) -> None:
         session, interval = self._session, self._session.config.check_replicas_interval
@@ -257,8 +295,15 @@ class Checkpoints:
         if not save:
             return "without --save there is no checkpoint"
         self._insisting = True
+        self._save(bound)
+        if self.saved != iteration:
+            return f"no checkpoint of it could be saved in {save}; the one before counts"
+        return f"the checkpoint of iteration {iteration} is in {save}"
+
+    def _save(self, bound: dict[str, Any]) -> None:
+        """By Megatron's own function, of what it passes after an iteration."""
         self._training.save_checkpoint_and_time(
-            iteration,
+            bound["iteration"],
             bound["model"],
             bound["optimizer"],
             bound["opt_param_scheduler"],
@@ -266,9 +311,6 @@ class Checkpoints:
             bound["checkpointing_context"],
             train_data_iterator=bound["train_data_iterator"],
         )
-        if self.saved != iteration:
-            return f"no checkpoint of it could be saved in {save}; the one before counts"
-        return f"the checkpoint of iteration {iteration} is in {save}"
 
 
 _NONE = "0"  # what an unpublished tracker file says as long as nothing was saved

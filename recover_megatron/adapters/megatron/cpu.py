@@ -220,6 +220,7 @@ def _stand_in_for_generators() -> None:
         generator.manual_seed(int(seed))
 
     cuda.manual_seed = manual_seed
+    cuda.initial_seed = generator.initial_seed
     cuda.manual_seed_all = cuda.random.manual_seed_all = _constant(None)
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *a, **k: generator.get_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda s, *a, **k: generator.set_state(s)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from recover_megatron.errors import InvariantViolation
+from recover_megatron.errors import ConfigError, InvariantViolation
 from recover_megatron.trace import write_atomically
 from recover_megatron.workload.assignment import Assignment
 from recover_megatron.workload.samples import Streams, parse_streams, sample_ids
@@ -43,18 +43,21 @@ class MicrobatchFeed:
         if self.streams is not None:
             self.streams = self.streams.committed(assignment)
 
-    def supply(self, microbatches: Sequence[int], consumed_samples: int, padding: int = 0) -> None:
+    def supply(
+        self, microbatches: Sequence[int], consumed_samples: int, padding: int = 0
+    ) -> list[int]:
         """The ids that the coming pass through the schedule will ask for, in order. `padding` more
-        are the last one again."""
+        are the last one again. Returns their numbers: the ids, or, with streams, the dataset's."""
         numbers = list(microbatches)
         if self.streams is not None:
             offsets = range(self._offset, self._offset + len(numbers))
             numbers = [self.streams.microbatch(self._replica_id, k) for k in offsets]
-            self._offset, consumed_samples = offsets.stop, 0
+            self._offset, consumed_samples = offsets.stop, self.streams.offset
         self._fetched = {number: [] for number in numbers}
         numbers += numbers[-1:] * padding
         for loader in self._loaders:
             loader.supply(numbers, consumed_samples)
+        return numbers
 
     def note(self, microbatch: int, samples: list[int]) -> None:
         self._fetched[microbatch] = samples
@@ -163,23 +166,52 @@ class EvaluationLoader:
 
 
 def save_streams(checkpoints: str, iteration: int, streams: Streams) -> None:
-    """One rank of the replica that saves calls it, before the checkpoint itself is written."""
-    path = _streams_path(checkpoints, iteration)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, f"{streams}\n")
+    """One rank of the replica that saves calls it, before the checkpoint is announced. Raises
+    OSError if neither the folder beside the checkpoint nor the checkpoint's own can be written."""
+    beside, inside = _streams_paths(checkpoints, iteration)
+    try:
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(beside, f"{streams}\n")
+    except OSError:
+        inside.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(inside, f"{streams}\n")
 
 
-def load_streams(checkpoints: str | None, iteration: int, microbatches: int, n: int) -> Streams:
-    """The streams with which a job of `n` replicas starts after `iteration`.
+def load_streams(checkpoints: str | None, iteration: int, size: int) -> Streams | None:
+    """What a checkpoint of `versatile` says of its streams; None for a new job, or a checkpoint of
+    `exact` or of plain Megatron. Raises ConfigError for a broken file."""
+    if not checkpoints or not iteration:
+        return None
+    for path in _streams_paths(checkpoints, iteration):
+        if path.is_file():
+            try:
+                return parse_streams(path.read_text(encoding="utf-8"), size)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{path}: {error}") from None
+    return None
 
-    Without a file (a new job, or a checkpoint of `exact` or of plain Megatron) they start behind
-    the `microbatches` that were consumed in order. Raises ConfigError for a broken file.
+
+def streams_to_start_with(
+    found: Streams | None, policy: str, consumed: int, replicas: int, size: int
+) -> Streams | None:
+    """The streams of a job under `policy` that goes on after `consumed` samples, `found` being what
+    its checkpoint says; None under `exact`. `size` is the number of samples of a microbatch.
+
+    Raises ConfigError where `exact` cannot go on: it takes the samples in order, and here some
+    behind `consumed` have been committed, and some before it have not.
     """
-    path = _streams_path(checkpoints, iteration) if checkpoints and iteration else None
-    if path is None or not path.is_file():
-        return Streams.after(microbatches, n)
-    return parse_streams(path.read_text()).resumed_by(n)
+    if policy == "versatile":
+        return (found or Streams.after(consumed, replicas, size)).resumed_by(replicas, size)
+    if found is not None and (found.skipped or found.end != consumed):
+        raise ConfigError(
+            f"--recover-policy exact cannot go on from this checkpoint of versatile, which lost a "
+            f"replica: of its first {found.end} samples {found.skipped} were not trained on, and "
+            f"exact would go on at sample {consumed}; resume with --recover-policy versatile"
+        )
+    return None
 
 
-def _streams_path(checkpoints: str, iteration: int) -> Path:
-    return Path(checkpoints) / "recover_streams" / f"iter_{iteration:07d}.json"
+def _streams_paths(checkpoints: str, iteration: int) -> tuple[Path, Path]:
+    """Beside the checkpoint, and inside it where that place cannot be written."""
+    root, name = Path(checkpoints), f"iter_{iteration:07d}"
+    return root / "recover_streams" / f"{name}.json", root / name / "recover_streams.json"

@@ -21,7 +21,11 @@ from recover_megatron.adapters.megatron.arguments import (
     refuse_unsupported,
 )
 from recover_megatron.adapters.megatron.checkpoints import Checkpoints
-from recover_megatron.adapters.megatron.data import EvaluationLoader, load_streams
+from recover_megatron.adapters.megatron.data import (
+    EvaluationLoader,
+    load_streams,
+    streams_to_start_with,
+)
 from recover_megatron.adapters.megatron.logs import Logs
 from recover_megatron.adapters.megatron.replicas import check_same_iteration
 from recover_megatron.adapters.megatron.schedule import Schedules
@@ -56,6 +60,7 @@ class Hooks:
 
     def install(self) -> None:
         import megatron.core.pipeline_parallel.schedules as schedules
+        from megatron.core import tensor_parallel
         from megatron.core.package_info import __version__ as version
 
         check_version(version, self._session.config.allow_untested_megatron)
@@ -63,7 +68,9 @@ class Hooks:
         run, keep, logs = self._schedules, self._checkpoints, self._logs
         replace(training, "get_forward_backward_func", run.get_forward_backward_func)  # A
         replace(training, "finalize_model_grads", run.finalize_model_grads)  # B
-        replace(schedules, "forward_step_calc_loss", run.forward_step_calc_loss)  # C
+        replace(schedules, "forward_step", run.forward_step)  # C
+        replace(schedules, "forward_step_calc_loss", run.forward_step_calc_loss)
+        replace(tensor_parallel, "model_parallel_cuda_manual_seed", self._seed)
         replace(training, "build_pretraining_data_loader", self._build_data_loader)  # D
         replace(training, "build_train_valid_test_data_loaders", self._build_data_loaders)
         replace(training, "save_checkpoint", keep.save_checkpoint)  # E
@@ -152,6 +159,10 @@ class Hooks:
         self._checkpoints.take_over_exits(args)
         return result
 
+    def _seed(self, stock: Callable[..., Any], *args: Any, **more: Any) -> None:
+        stock(*args, **more)
+        self._schedules.randomness.seeded()
+
     # --- D: data -------------------------------------------------------------------------------
 
     def _build_data_loader(self, stock: Callable[..., Any], dataset: Any, consumed: int) -> Any:
@@ -171,11 +182,6 @@ class Hooks:
         if split != Split.train:
             micro_batch_size = getattr(args, "eval_micro_batch_size", None) or micro_batch_size
             return EvaluationLoader(run.evaluation_feed, dataset, micro_batch_size, dp, consumed)
-        if self._session.config.policy == "versatile":
-            microbatches = consumed // (micro_batch_size * dp[1])
-            run.feed.streams = load_streams(
-                args.load, args.iteration, microbatches, self._session.layout.replicas
-            )
         return run.feed.loader(dataset, micro_batch_size, dp)
 
     def _build_data_loaders(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
@@ -186,6 +192,7 @@ class Hooks:
         self._schedules.shares_evaluation = not any(getattr(session.args, n, False) for n in whole)
         driver, facts = session.driver, (session.communicator, session.layout, session.replica_id)
         check_same_iteration(driver, *facts, getattr(session.args, "iteration", 0))
+        self._start_streams()
         for turn in ("leader", "others"):
             if built is None and (session.leading or turn == "others"):
                 built = (stock(*args, **more),)
@@ -193,3 +200,24 @@ class Hooks:
         if built is None:
             raise InvariantViolation("no data loader was built")
         return built[0]
+
+    def _start_streams(self) -> None:
+        """At every rank, also those that read no data: all know all streams."""
+        session, args = self._session, self._session.args
+        size = args.micro_batch_size * args.data_parallel_size
+        found = load_streams(args.load, getattr(args, "iteration", 0), size)
+        streams = streams_to_start_with(
+            found,
+            session.config.policy,
+            getattr(args, "consumed_train_samples", 0),
+            session.layout.replicas,
+            size,
+        )
+        if found is not None and streams not in (None, found) and found.skipped:
+            session.terminal.warn(
+                "streams",
+                f"the checkpoint's {len(found.positions)} sample streams of {found.size} samples a "
+                f"microbatch are other ones than this job's: {found.skipped} samples that lost "
+                "replicas had yet to read are left out",
+            )
+        self._schedules.feed.streams = streams

@@ -20,7 +20,7 @@ def fingerprint(model: Sequence[Any]) -> int:
     digest = hashlib.blake2b(digest_size=7)
     for chunk in model:
         for parameter in chunk.parameters():
-            data = parameter.detach().cpu().contiguous().view(torch.uint8)
+            data = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             digest.update(data.numpy().data)
     return int.from_bytes(digest.digest(), "big")
 

@@ -17,6 +17,7 @@ import torch
 from recover_megatron.adapters.megatron.data import EvaluationFeed, MicrobatchFeed
 from recover_megatron.adapters.megatron.gradients import GradientBuckets
 from recover_megatron.adapters.megatron.iteration import Evaluation, Iteration
+from recover_megatron.adapters.megatron.randomness import BETWEEN, Randomness
 from recover_megatron.adapters.megatron.replicas import any_in_replica
 from recover_megatron.adapters.megatron.session import Session
 from recover_megatron.adapters.megatron.statistics import Losses, Statistics, batch_counters
@@ -32,6 +33,10 @@ class Schedules:
     def __init__(self, session: Session):
         self.feed = MicrobatchFeed(session.replica_id)
         self.evaluation_feed = EvaluationFeed()
+        self.randomness = Randomness()
+        self._chunks: Sequence[Any] = ()  # of the model
+        self._numbers: Sequence[int] = ()  # of the present pass's microbatches, padding included
+        self._forwards_of: dict[int, int] = {}  # in the present pass, by model chunk
         self.shares_evaluation = False  # whether evaluation data comes from evaluation_feed
         self._session = session
         self._gradients: GradientBuckets | None = None
@@ -71,8 +76,10 @@ class Schedules:
                 policy=session.config.policy,
             )
         self._microbatches = microbatches = call["num_microbatches"]
+        self._chunks = model
         self._forwards = self._backwards = 0
         number = args.curr_iteration + 1  # as Megatron logs it
+        session.iteration = number
         session.injector.begin(number)
         session.injector.expect("sync", len(self._gradients.buckets))
         session.injector.expect("gradient", 2)  # the first pass, and what a lost replica owed
@@ -91,11 +98,13 @@ class Schedules:
         if session.console is not None:
             session.console.begin()
         self.feed.committed(session.driver.run_step(number, microbatches, work))
+        session.holds_iteration = False  # the optimizer is about to change it
         session.watchdog.between()
         if session.console is not None:
             session.console.committed()
         if statistics.poisoned:
             raise Unrecoverable(self._poisoned(number))
+        self.randomness.set(number, BETWEEN, 0, 0)
         self._finish_gradients(model, statistics)
         self._microbatches = None
         losses = statistics.losses(microbatches)
@@ -108,7 +117,9 @@ class Schedules:
         """One pass of the stock schedule over these ids, and the gradient sync in the replica."""
         session, extra, model = self._session, bool(self._captured), _chunks(call)
         padding = _padding(call, len(microbatches))
-        self.feed.supply(microbatches, session.args.consumed_train_samples, padding)
+        consumed = session.args.consumed_train_samples
+        self._numbers = self.feed.supply(microbatches, consumed, padding)
+        self._forwards_of = {}
         session.watchdog.beat()
         if not extra:
             for phase in ("forward", "backward"):
@@ -232,6 +243,20 @@ class Schedules:
         self._captured = {}
 
     # --- C: one microbatch ---------------------------------------------------------------------
+
+    def forward_step(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """Around a microbatch's forward pass through one model chunk, data included."""
+        if self._microbatches is not None:
+            from megatron.core import parallel_state
+
+            model = inspect.signature(stock).bind(*args, **more).arguments["model"]
+            chunk = next(k for k, one in enumerate(self._chunks) if one is model)
+            number = self._forwards_of.get(chunk, 0)
+            self._forwards_of[chunk] = number + 1
+            dp_rank = parallel_state.get_data_parallel_rank()
+            iteration = self._session.iteration
+            self.randomness.set(iteration, self._numbers[number], dp_rank, chunk)
+        return stock(*args, **more)
 
     def forward_step_calc_loss(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Every loss is scaled by the constant B, whatever number this replica computes. Padding

@@ -9,7 +9,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Sequence, Set
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +22,7 @@ from recover_megatron.collectives.quorum import Evidence, Place, gather_places, 
 from recover_megatron.collectives.watchdog import Watchdog
 from recover_megatron.collectives.watcher import Watcher
 from recover_megatron.config import RecoveryConfig
-from recover_megatron.console import Console
+from recover_megatron.console import Console, Terminal
 from recover_megatron.errors import ConfigError
 from recover_megatron.faults import parse_faults
 from recover_megatron.hosts.rank import RankOnHost
@@ -37,6 +39,11 @@ EXIT_UNRECOVERABLE = 3
 EXIT_STOPPED = 4
 EXIT_TOO_FEW = 5
 STOP_SIGNAL = signal.SIGUSR1  # mpirun hands it on to all ranks
+# How long a rank that ends by itself waits for all others to end, too: before training, when they
+# may have to import for longer, and in it.
+_PATIENCE_S = {False: 5.0, True: 0.7}
+# How long the leader, with an exception, waits to see whether all others have died of theirs.
+_LAST_S = 0.5
 
 
 @dataclass
@@ -53,10 +60,15 @@ class Session:
     watchdog: Watchdog
     injector: Injector
     trace: Trace
+    terminal: Terminal
     console: Console | None
     on_host: RankOnHost | None
     store: Any  # position 0 keeps the replica's TCPStore server alive
     args: Any = None  # Megatron's arguments, once it has validated them
+    iteration: int = 0  # the last that began, as Megatron logs it
+    holds_iteration: bool = False  # weights and optimizer are those of the last committed one
+    ending: bool = False  # all ranks know that this job's training is over
+    rescue: Callable[[], None] | None = None  # saves what this replica, broken, still holds
 
     @property
     def leading(self) -> bool:
@@ -70,15 +82,29 @@ class Session:
         yield
         self.watchdog.between()
 
-    def finish(self, code: int) -> NoReturn:
+    def finish(self, code: int, how: str = "") -> NoReturn:
         """The orderly end of a rank whose whole world ends: all live ranks call it.
 
         Not MPI_Finalize (it hangs after failures): two agreements, then `os._exit(code)`. Between
-        them the watcher stops, so that no rank takes a mate's exit for a death. The leader writes
+        them the watcher stops, so that no rank takes a mate's exit for a death. Each replica writes
         the exit code into the run folder: mpirun's own is 0 even if every rank was killed.
+
+        `how` says in words how a rank ends that did not agree on it with the others, as by
+        sys.exit() in the middle of training. If all of them end it is an orderly end; if not, this
+        rank dies within _PATIENCE_S.
         """
         self.watchdog.rest()
+        if how:
+            reason = f"left {how}, and not all others with it"
+            timer = threading.Timer(
+                _PATIENCE_S[self.iteration > 0], self.communicator.die, (reason,)
+            )
+            timer.daemon = True
+            timer.start()
+            self.communicator.leave(f"left {how}")
         self.driver.guarded("end", lambda: None)
+        if how:
+            timer.cancel()
         self.trace.emit("finished", code=code, replicas=list(self.driver.world.replicas))
         self.watcher.stop()
         if self.console is not None:
@@ -88,12 +114,27 @@ class Session:
         with contextlib.suppress(Exception):
             # Not public, but what Python itself runs at an exit: helper processes end.
             multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
-        if self.leading and self.position == 0 and self.config.trace_dir:
-            write_exit_code(self.config.trace_dir, code)
+        if self.position == 0 and self.config.trace_dir:
+            # Every replica, since the leader may be killed before it does.
+            with contextlib.suppress(OSError):
+                write_exit_code(self.config.trace_dir, code)
         if self.on_host is not None:
             self.on_host.done(code)
-        self.communicator.agree(True)
+        self.communicator.agree(True, "left")
+        self.watchdog.leaves(code)
         os._exit(code)
+
+    def is_last(self) -> bool:
+        """True if all other replicas are dead: known now, or, if this one leads and in training,
+        within a moment. So of replicas that all meet the same error one can still save."""
+        others = self.layout.ranks_in(self.driver.world.replicas)
+        others -= set(self.layout.ranks_of(self.replica_id))
+        limit = time.monotonic() + (_LAST_S if self.leading and self.iteration else 0.0)
+        while not others <= self.communicator.failed():
+            if time.monotonic() > limit:
+                return False
+            time.sleep(0.01)
+        return True
 
 
 def start(argv: Sequence[str]) -> Session:
@@ -110,7 +151,8 @@ def start(argv: Sequence[str]) -> Session:
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     replica_id, position = layout.replica_of(rank), layout.position_of(rank)
     config, folder = job.config, job.config.trace_dir
-    trace = Trace(folder, replica_id, position)
+    terminal = Terminal()
+    trace = Trace(folder, replica_id, position, terminal.warn)
     trace_file = str(trace_path(folder, replica_id, position)) if folder else None
     watchdog = Watchdog(
         config.hang_timeout_s, config.stall_timeout_s, config.hang_floor_s, trace_file
@@ -121,7 +163,12 @@ def start(argv: Sequence[str]) -> Session:
 
     transport = UlfmTransport()
     transport.watchdog = watchdog
-    transport.before_death = lambda reason: trace.emit("died", reason=reason)
+
+    def before_death(reason: str) -> None:
+        watchdog.last_words()
+        trace.emit("died", reason=reason)
+
+    transport.before_death = before_death
     mates = frozenset(layout.ranks_of(replica_id)) - {rank}
     seen_dead: list[list[int]] = []  # as this rank saw them: in order, some at once
 
@@ -132,7 +179,7 @@ def start(argv: Sequence[str]) -> Session:
     look = on_host.look if on_host else lambda: None
     watcher = Watcher(transport, mates, config.poll_s, note_dead, watchdog, look)
     watcher.start()
-    console = Console(folder, replica_id, position) if folder else None
+    console = Console(folder, replica_id, position, terminal) if folder else None
     store = _own_torch_world(transport, layout, replica_id, position)
     places = gather_places(transport, host)
     evidence = Evidence(places, host, on_host.proven_dead if on_host else frozenset)
@@ -156,6 +203,7 @@ def start(argv: Sequence[str]) -> Session:
         watchdog,
         injector,
         trace,
+        terminal,
         console,
         on_host,
         store,
