@@ -17,8 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from recover_megatron.collectives.watchdog import helpers_of  # noqa: E402
-from recover_megatron.tools.rehearsal import Rehearsal, corpus, environment  # noqa: E402
+from recover_megatron.tools.rehearsal import (  # noqa: E402
+    Rehearsal,
+    corpus,
+    descendants,
+    environment,
+)
 
 RANKS, ROUNDS = 2, 3
 
@@ -40,7 +44,7 @@ def peaks(command: list[str], folder: Path) -> list[int]:
 def ranks(ancestor: int) -> list[int]:
     """Descendants that train: they run the package, and are not what starts it."""
     found = []
-    for pid in helpers_of(ancestor):
+    for pid in descendants(ancestor):
         words = command_line(pid)
         if "recover_megatron" in words and not {"torch.distributed.run", "launch"} & set(words):
             found.append(pid)

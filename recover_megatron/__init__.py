@@ -22,7 +22,8 @@ def install() -> None:
     `python -m recover_megatron SCRIPT FLAGS`, before anything else was imported; there the call
     returns at once. Without those flags it does nothing.
     """
-    asked = any(arg in ("--recover", "--recover-platform") for arg in sys.argv[1:])
+    flags = {arg.partition("=")[0] for arg in sys.argv[1:]}
+    asked = not flags.isdisjoint(("--recover", "--recover-platform"))
     if not asked or os.environ.get(_MARK) == str(os.getpid()):
         return
     mark_started()

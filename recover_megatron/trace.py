@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+# The environment variable that names the job's temporary folder on the launcher's host.
+JOB_FOLDER = "RECOVER_JOB_FOLDER"
+
 
 class Trace:
     """Appends events to `directory/trace.rR.pP.jsonl`; with no directory it does nothing.

@@ -34,6 +34,7 @@ import sys
 import time
 from typing import NoReturn
 
+NAME = "rank-watchdog"  # as `ps -o comm` shows it
 POLL_S = 0.2
 STACK_LIMIT_S = 3.0
 STACK_SIGNAL = signal.SIGUSR2  # faulthandler answers without Python's lock
@@ -185,7 +186,7 @@ def adopt_orphans() -> None:
 def _watch_and_end(page: mmap.mmap, rank: int, trace_path: str) -> NoReturn:
     """The watchdog's own part: never returns into the rank's code, whatever happens."""
     try:
-        prctl(_PR_SET_NAME, b"recover-watchdog")
+        prctl(_PR_SET_NAME, NAME.encode())
         adopt_orphans()
         for name in _PASSED_ON:
             signal.signal(getattr(signal, f"SIG{name}"), lambda number, _: _send(rank, number))
@@ -315,4 +316,3 @@ def _who(trace_path: str) -> tuple[int, int]:
     """Replica and position from the trace's name, `trace.rR.pP.jsonl`."""
     _, replica, position, _ = os.path.basename(trace_path).split(".")
     return int(replica[1:]), int(position[1:])
-

@@ -162,9 +162,9 @@ class Driver:
     def guarded(self, what: str, operation: Callable[[], Any]) -> Any:
         """Run a cross-replica operation outside an iteration until the whole world agrees on it.
 
-        Every live rank calls it with the same `what`, one of guard.SUBJECTS. `operation` may raise ReplicaLost; it is
-        then run again in the repaired world, so it must be repeatable. Its result is returned, and
-        must not be looked at inside `operation`.
+        Every live rank calls it with the same `what`, one of guard.SUBJECTS. `operation` may raise
+        ReplicaLost; it is then run again in the repaired world, so it must be repeatable. Its
+        result is returned, and must not be looked at inside `operation`.
         """
         while True:
             result, vote = None, True

@@ -11,10 +11,17 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from recover_megatron.adapters.megatron.arguments import Job, read_job, wants_recovery
+from recover_megatron.adapters.megatron.arguments import (
+    Job,
+    read_job,
+    take_flag,
+    wants_recovery,
+)
 from recover_megatron.adapters.megatron.session import EXIT_TOO_FEW
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools import slurm
@@ -27,16 +34,15 @@ from recover_megatron.tools.launch_hosts import (
     without_spares,
 )
 from recover_megatron.tools.model_size import model_size
-from recover_megatron.tools.mpirun import (
-    EXIT_NOBODY,
-    exit_code,
-    has_committed,
-    mpirun_command,
-    run_mpirun,
-    wait_for_mpirun,
-)
+from recover_megatron.tools.mpirun import mpirun_command, run_mpirun, say, wait_for_mpirun
 from recover_megatron.tools.run_config import RunConfig, check_flags, load
+from recover_megatron.tools.run_folder import JobFolder, fresh_run_folder
 from recover_megatron.tools.stall import StallReport
+from recover_megatron.tools.start_watch import StartWatch, put_aside
+from recover_megatron.tools.verdict import EXIT_NOBODY, exit_code, has_committed
+from recover_megatron.world import ReplicaLayout
+
+TRACE_FLAG = "--recover-trace-dir"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=int, help="of the Slurm job to submit")
     parser.add_argument(
+        "--forward",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a variable of the environment that ranks on other hosts get, too; may be repeated",
+    )
+    parser.add_argument(
         "--sbatch",
         action="append",
         default=[],
@@ -110,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
     if replicas < 1:
         raise ConfigError(f"--replicas must be at least 1, got {replicas}")
     layout = job.layout(replicas * job.ranks_per_replica)
+    _check_slurm_flags(args)
     if args.slurm and not slurm.in_allocation():
         return _submit(args, replicas, script, Path(trace_dir))
     if args.slurm:
@@ -132,29 +146,50 @@ def run(args: argparse.Namespace) -> int:
         if config is not None and (size := model_size(config.flags)) is not None:
             print(f"# {size}")
         return 0
-    Path(trace_dir).mkdir(parents=True, exist_ok=True)
-    marker = Path(trace_dir) / "exit_code"
-    marker.unlink(missing_ok=True)
-    stall = StallReport(Path(trace_dir), layout, args.report_stall)
-    stall.start()
-    try:
-        code = _start(job, replicas, script, hosts, args.remote_shell, Path(trace_dir))
-    finally:
-        stall.stop()
-    code = exit_code(code, marker)
+    run_dir = fresh_run_folder(Path(trace_dir))
+    if str(run_dir) != trace_dir:
+        say(f"{trace_dir} holds an earlier run; this one's folder is {run_dir}")
+        script = [*script, TRACE_FLAG, str(run_dir)]  # the last one counts
+    code = Start(
+        job=job,
+        replicas=replicas,
+        script=script,
+        hosts=hosts,
+        remote_shell=args.remote_shell,
+        run_dir=run_dir,
+        forward=tuple(args.forward),
+        report_stall=args.report_stall,
+    ).run(layout)
     command = job.config.restart_command
     if command and code in (EXIT_NOBODY, EXIT_TOO_FEW):
-        return _restart(command, code, Path(trace_dir))
+        return _restart(command, code, run_dir)
     return code
+
+
+def _check_slurm_flags(args: argparse.Namespace) -> None:
+    """What would have no effect is refused."""
+    inside = slurm.in_allocation()
+    if args.slurm and inside and (args.nodes is not None or args.sbatch):
+        raise ConfigError(
+            f"--nodes and --sbatch are for a job to submit, but this is inside Slurm job "
+            f"{slurm.job_number()}, whose nodes are used; leave them out"
+        )
+    if args.slurm and not inside and args.hosts:
+        raise ConfigError(
+            "--hosts names nodes of an allocation, and there is none yet; leave it out, or choose "
+            "the nodes with --sbatch=--nodelist=..."
+        )
+    if not args.slurm and (args.nodes is not None or args.sbatch):
+        raise ConfigError("--nodes and --sbatch go with --slurm")
 
 
 def _restart(command: str, code: int, run_dir: Path) -> int:
     """Run --recover-restart-command; its exit code. Not after a job that committed nothing: what
     ended that would end the next one too."""
     if not has_committed(run_dir):
-        print("recover: not restarted, since no iteration was committed", file=sys.stderr)
+        say("not restarted, since no iteration was committed")
         return code
-    print(f"recover: restarting: {command}", file=sys.stderr, flush=True)
+    say(f"restarting: {command}")
     environment = {"RECOVER_EXIT_CODE": str(code), "RECOVER_RUN_DIR": str(run_dir)}
     try:
         return subprocess.run(_words(command), env=os.environ | environment).returncode
@@ -168,6 +203,7 @@ def _submit(args: argparse.Namespace, replicas: int, script: Sequence[str], run_
         raise ConfigError("--slurm outside an allocation submits a job: say how large, --nodes N")
     words = ["launch", "--slurm", "--replicas", str(replicas)]
     words += ["--spare-hosts", str(args.spare_hosts)] if args.spare_hosts else []
+    words += [word for name in args.forward for word in ("--forward", name)]
     words += ["--report-stall", str(args.report_stall), "--", *script]
     if args.dry_run:
         print(slurm.batch_script(args.nodes, args.sbatch, words, run_dir), end="")
@@ -196,27 +232,75 @@ def _config(args: argparse.Namespace, script: Sequence[str]) -> RunConfig | None
     args.hosts = args.hosts or config.hosts
     for name, value in config.environment.items():
         os.environ.setdefault(name, value)
+    args.forward = [*args.forward, *config.environment]
     return config
 
 
-def _start(
-    job: Job,
-    replicas: int,
-    script: Sequence[str],
-    hosts: Sequence[Host],
-    remote_shell: str,
-    run_dir: Path,
-) -> int:
-    """mpirun's own code; the job's stands in the run folder."""
-    if not hosts:
-        command = mpirun_command(job, replicas, script)
-        return run_mpirun(command, os.environ, wait_for_mpirun, run_dir)
-    orphaned = _orphaned(job.config.restart_command)
-    with HostJob(hosts, run_dir, remote_shell, orphaned) as host_job:
-        print(placement(hosts, replicas, job.ranks_per_replica), file=sys.stderr)
-        command = mpirun_command(job, replicas, script, host_job.arguments)
-        environment = {**os.environ, **host_job.environment}
-        return run_mpirun(command, environment, host_job.wait, run_dir)
+@dataclass(frozen=True)
+class Start:
+    """What is started."""
+
+    job: Job
+    replicas: int
+    script: Sequence[str]
+    hosts: Sequence[Host]
+    remote_shell: str
+    run_dir: Path
+    forward: tuple[str, ...]
+    report_stall: float
+
+    def run(self, layout: ReplicaLayout) -> int:
+        """The job's code. A job of which a rank dies before it has begun is started once more."""
+        for number in (1, 2):
+            code, failed = self._once(layout)
+            if not failed:
+                return code
+            if number == 1:
+                say(f"{failed}; the job is started once more")
+                put_aside(self.run_dir, number)
+        print(f"recover-megatron launch: error: {failed}", file=sys.stderr)
+        return EXIT_NOBODY
+
+    def _once(self, layout: ReplicaLayout) -> tuple[int, str]:
+        """The job's code; and, if it was ended because a rank died before it had begun, which."""
+        watches: list[StartWatch] = []
+        stall = StallReport(self.run_dir, layout, self.report_stall)
+
+        def watching(
+            wait: Callable[[subprocess.Popen[bytes]], int],
+        ) -> Callable[[subprocess.Popen[bytes]], int]:
+            def wait_and_watch(mpirun: subprocess.Popen[bytes]) -> int:
+                watches.append(StartWatch(mpirun, self.run_dir, layout))
+                watches[0].start()
+                return wait(mpirun)
+
+            return wait_and_watch
+
+        stall.start()
+        try:
+            with JobFolder() as folder:
+                code = self._mpirun(watching, folder)
+                watches[0].stop()
+                if watches[0].failed:
+                    return code, watches[0].failed
+                return exit_code(code, self.run_dir / "exit_code", folder.path), ""
+        finally:
+            stall.stop()
+
+    def _mpirun(self, watching: Any, folder: JobFolder) -> int:
+        """mpirun's own code; the job's stands in the run folder."""
+        if not self.hosts:
+            command = mpirun_command(self.job, self.replicas, self.script)
+            environment = os.environ | folder.environment
+            return run_mpirun(command, environment, watching(wait_for_mpirun), self.run_dir)
+        orphaned = _orphaned(self.job.config.restart_command)
+        with HostJob(
+            self.hosts, self.run_dir, self.remote_shell, orphaned, self.forward
+        ) as host_job:
+            print(placement(self.hosts, self.replicas, self.job.ranks_per_replica), file=sys.stderr)
+            command = mpirun_command(self.job, self.replicas, self.script, host_job.arguments)
+            environment = {**os.environ, **host_job.environment}
+            return run_mpirun(command, environment, watching(host_job.wait), self.run_dir)
 
 
 def _orphaned(restart_command: str) -> dict[str, list[str]]:
@@ -243,15 +327,13 @@ def _read(script: Sequence[str]) -> Job:
 
 def _with_trace_dir(script: Sequence[str], in_slurm: bool) -> tuple[list[str], str]:
     """Every launched job has a run folder; one is named after the script and time if need be."""
-    flag = "--recover-trace-dir"
-    if flag in script[:-1]:
-        words, at = list(script), script.index(flag) + 1
-        if in_slurm:
-            words[at] = slurm.run_folder(words[at])
-        return words, words[at]
-    name = Path(script[0]).stem if script else "job"
-    folder = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return [*script, flag, folder], folder
+    folder, words = take_flag(script, TRACE_FLAG)
+    if folder is None:
+        name = Path(script[0]).stem if script else "job"
+        folder = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    elif in_slurm:
+        folder = slurm.run_folder(folder)
+    return [*words, TRACE_FLAG, folder], folder
 
 
 def _replicas_for_gpus(job: Job) -> int:

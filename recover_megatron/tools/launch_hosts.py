@@ -25,9 +25,15 @@ from recover_megatron.hosts.witness import Witness
 from recover_megatron.tools.mpirun import wait_until_over
 
 REMOTE_SHELL = "ssh -o BatchMode=yes {host}"
-# What ranks on other hosts get of the launcher's environment.
-FORWARDED = ("PYTHON", "OMP_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "UCX_", "NVTE_", "HF_")
-FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH")
+# What ranks on other hosts get of the launcher's environment, beside what is asked for.
+FORWARDED = (
+    *("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_"),
+    *("NCCL_", "GLOO_", "UCX_", "TORCH", "PYTORCH_", "NVTE_", "TRITON_", "XDG_CACHE_HOME"),
+    *("HF_", "TRANSFORMERS_", "TIKTOKEN_", "TENSORBOARD_", "WANDB_", "MEGATRON_"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy"),
+    *("all_proxy", "no_proxy", "SSL_CERT_", "REQUESTS_CA_BUNDLE", "LANG", "LC_", "TZ"),
+)
+FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD")
 # How long mpirun may take to see by itself that all ranks have ended.
 _GRACE_S = 1.5
 ANSWER_S = 60.0  # for a host to show that it is there
@@ -43,20 +49,21 @@ def parse_hosts(
     text: str, replicas: int, ranks_per_replica: int, spares: int = 0
 ) -> tuple[Host, ...]:
     """`h0,h1` or `h0:8,h1:4` (ranks on each). Without numbers, whole replicas are spread evenly
-    over all but `spares` of them.
+    over all but `spares` of them, or each replica evenly over the same number of hosts.
 
-    Raises ConfigError for a host named twice or for too few slots.
+    Raises ConfigError for a host named twice, for too few slots, and where no even spread uses all
+    the hosts.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not 0 <= spares < max(len(words), 1):
         raise ConfigError(f"--spare-hosts {spares}: of {len(words)} hosts one at least must work")
-    per_host = -(-replicas // max(len(words) - spares, 1)) * ranks_per_replica
     hosts = []
     for word in words:
         name, colon, slots = word.partition(":")
         if colon and not (slots.isdigit() and int(slots)):
             raise ConfigError(f"--hosts: expected NAME or NAME:SLOTS, got {word!r}")
-        hosts.append(Host(name, int(slots) if colon else per_host))
+        even = 0 if colon else _evenly(len(words) - spares, replicas, ranks_per_replica)
+        hosts.append(Host(name, int(slots) if colon else even))
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or not names:
@@ -66,6 +73,19 @@ def parse_hosts(
     if offered < needed:
         raise ConfigError(f"--hosts offers {offered} slots, but the job has {needed} ranks")
     return tuple(hosts)
+
+
+def _evenly(hosts: int, replicas: int, ranks_per_replica: int) -> int:
+    """The ranks on each of `hosts`."""
+    if hosts <= replicas:
+        return -(-replicas // hosts) * ranks_per_replica
+    together = hosts // replicas  # hosts that share a replica
+    if hosts % replicas or ranks_per_replica % together:
+        raise ConfigError(
+            f"--hosts: {replicas} replicas of {ranks_per_replica} ranks do not spread evenly over "
+            f"{hosts} hosts; say how many ranks each is to have, NAME:RANKS"
+        )
+    return ranks_per_replica // together
 
 
 def without_spares(hosts: Sequence[Host], spares: int, remote_shell: str) -> tuple[Host, ...]:
@@ -131,9 +151,12 @@ class HostJob(AbstractContextManager["HostJob"]):
         run_dir: Path,
         remote_shell: str,
         orphaned: Mapping[str, Sequence[str]] | None = None,
+        forward: Sequence[str] = (),
     ):
         """`orphaned` is for a job that ends after this host was lost: the command that is run then
-        in the launcher's place, by exit code; that of "" for all others."""
+        in the launcher's place, by exit code; that of "" for all others. `forward` are variables
+        of the environment that ranks on other hosts get, beside FORWARDED."""
+        self._forward = frozenset(forward)
         self._hosts = hosts
         self._orphaned = {code: list(words) for code, words in (orphaned or {}).items()}
         self._logs = run_dir / "hosts"
@@ -196,7 +219,8 @@ class HostJob(AbstractContextManager["HostJob"]):
         for name, value in settings.items():
             words += ["--prtemca", name, value]
         for name in sorted(os.environ):
-            if name in FORWARDED_NAMES or name.startswith(FORWARDED):
+            named = name in FORWARDED_NAMES or name in self._forward
+            if named or name.startswith(FORWARDED):
                 words += ["-x", name]
         return words
 

@@ -1,21 +1,25 @@
-"""mpirun: its command line with what keeps a job alive, a run of it to its end, and the job's code.
+"""mpirun: its command line with what keeps a job alive, and a run of it to its end.
 
-The exit code is the job's own, as its survivors left it in the run folder: mpirun's is 0 even if
-every rank was killed.
+The launcher stands between mpirun and the user: whatever happens to the launcher's terminal, its
+console or itself, mpirun neither dies of it nor goes on without it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import queue
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 import psutil
 
@@ -23,9 +27,8 @@ from recover_megatron.adapters.megatron.arguments import Job
 from recover_megatron.adapters.megatron.session import STOP_SIGNAL
 from recover_megatron.collectives.transport import EAGER_BYTES
 from recover_megatron.errors import ConfigError
-from recover_megatron.trace import read_traces
+from recover_megatron.tools.verdict import has_committed
 
-EXIT_NOBODY = 1  # no replica reached the end
 _GRACE_S = 10.0  # for mpirun to end after its ranks
 
 # ulfm.md, section 0. A rank that makes no MPI progress for the detector's time-out is declared
@@ -68,7 +71,8 @@ def mpirun_prefix() -> list[str]:
         command.append("--allow-run-as-root")
     for name, value in MPI_SETTINGS:
         command += ["--mca", name, value]
-    return command
+    # The hosts are those that we name, whatever allocation this shell is in (SLURM_JOB_ID, ...).
+    return [*command, "--prtemca", "ras", "^slurm,pbs,tm,lsf,gridengine,flux"]
 
 
 def find_mpirun() -> str:
@@ -86,30 +90,112 @@ def run_mpirun(
     wait: Callable[[subprocess.Popen[bytes]], int],
     run_dir: Path,
 ) -> int:
-    """Run to the end in a process group of its own. The first SIGINT or SIGTERM asks the ranks to
-    stop after the iteration, with a checkpoint; the second, or one before training, ends them."""
-    process = subprocess.Popen(command, start_new_session=True, env=environment)
+    """Run to the end in a session of its own. The first signal that asks a program to end (SIGINT,
+    SIGTERM, SIGHUP, ...) asks the ranks to stop after the iteration, with a checkpoint; the second,
+    or one before training, ends them. A signal that was ignored (nohup) still is.
+
+    If this process is killed, the kernel ends mpirun, and that its ranks.
+    """
+    process: subprocess.Popen[bytes] | None = None
     asked = False
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         nonlocal asked
+        if process is None:
+            sys.exit(128 + number)
         if has_committed(run_dir) and not asked:
             asked = True
-            print("recover: stopping after this iteration; again to end at once", file=sys.stderr)
+            say("stopping after this iteration; again to end at once")
             process.send_signal(STOP_SIGNAL)
         else:
-            process.send_signal(number)
+            process.send_signal(signal.SIGTERM)
 
-    before = {n: signal.signal(n, hand_on) for n in (signal.SIGINT, signal.SIGTERM)}
+    ours = [n for n in _ENDING_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
+    before = {n: signal.signal(n, hand_on) for n in ours}
     try:
-        return wait(process)
+        process = subprocess.Popen(
+            command,
+            start_new_session=True,
+            env=environment,
+            stdin=subprocess.DEVNULL,  # it would read what is meant for the caller
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=_end_with_launcher,  # noqa: PLW1509  calls the kernel and nothing else
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with Pump(process.stdout, 1), Pump(process.stderr, 2):
+            return wait(process)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def has_committed(run_dir: Path) -> bool:
-    return any(e["event"] == "committed" for e in read_traces(run_dir))
+_ENDING_SIGNALS = (
+    *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
+_LIBC = ctypes.CDLL(None)
+
+
+def _end_with_launcher() -> None:
+    _LIBC.prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+def say(text: str) -> None:
+    """A line on the console, which may be gone."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"recover: {text}", file=sys.stderr, flush=True)
+
+
+class Pump(contextlib.AbstractContextManager["Pump"]):
+    """Copies what mpirun writes to one of this process's own outputs. A reader of the console that
+    is slow, or has gone, never makes mpirun wait: what does not fit is left out, which is said. All
+    of it stands in the ranks' logs."""
+
+    _BLOCKS = 10_000
+    _END_S = 10.0  # for a reader that does not read, at the end
+
+    def __init__(self, source: IO[bytes], target: int):
+        self._source, self._target = source, target
+        self._blocks: queue.Queue[bytes] = queue.Queue(self._BLOCKS)
+        self._left_out = self._taken = 0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._reader.start()
+        self._writer.start()
+
+    def __exit__(self, *_: object) -> None:
+        """mpirun has ended: until all is written, or nobody reads."""
+        self._reader.join(self._END_S)  # a process that it left may still hold the pipe
+        taken = -1
+        while self._writer.is_alive() and taken != self._taken:
+            taken = self._taken
+            self._writer.join(self._END_S)
+
+    def _read(self) -> None:
+        block = b""
+        while block := os.read(self._source.fileno(), 1 << 16):
+            try:
+                self._blocks.put_nowait(block)
+            except queue.Full:
+                self._left_out += len(block)
+        self._blocks.put(b"")
+
+    def _write(self) -> None:
+        reads = True  # somebody
+        while block := self._blocks.get():
+            self._taken += 1
+            if self._left_out:
+                block += f"\nrecover: {self._left_out} bytes left out here\n".encode()
+                self._left_out = 0
+            while reads and block:
+                try:
+                    block = block[os.write(self._target, block) :]
+                except BlockingIOError:
+                    time.sleep(0.01)
+                except OSError:
+                    reads = False
 
 
 def wait_for_mpirun(mpirun: subprocess.Popen[bytes]) -> int:
@@ -125,7 +211,7 @@ def wait_for_mpirun(mpirun: subprocess.Popen[bytes]) -> int:
 
     code = wait_until_over(mpirun, over, _GRACE_S)
     if code is None:
-        print("recover: all ranks have ended, but mpirun has not: killed", file=sys.stderr)
+        say("all ranks have ended, but mpirun has not: killed")
         return 0
     return code
 
@@ -154,37 +240,3 @@ def _has_ranks(mpirun: int) -> bool:
         return any(child.status() != psutil.STATUS_ZOMBIE for child in children)
     except psutil.NoSuchProcess:
         return False
-
-
-def exit_code(mpirun_code: int, marker: Path) -> int:
-    """Of the job: what its survivors left in `marker`; EXIT_NOBODY, said why, if none did."""
-    if marker.is_file():
-        return int(marker.read_text())
-    if mpirun_code:
-        return mpirun_code if mpirun_code > 0 else 128 - mpirun_code
-    first = _first_death(marker.parent)
-    print(
-        f"recover-megatron launch: error: the job ended but no replica reached its end{first}; "
-        f"the last words of each rank are in {marker.parent}",
-        file=sys.stderr,
-    )
-    return EXIT_NOBODY
-
-
-def _first_death(run_dir: Path) -> str:
-    deaths = sorted(
-        (e for e in read_traces(run_dir) if e["event"] == "died"), key=lambda e: float(e["time"])
-    )
-    if not deaths:
-        return ""
-    first = deaths[0]
-    said = f"; the first to die was replica {first['replica']}, position {first['position']}: " + (
-        str(first["reason"])
-    )
-    nan = {e["replica"] for e in deaths if "NaN" in str(e["reason"])}
-    if len(nan) > 1:
-        said += (
-            f"; {len(nan)} replicas found NaN at once, so the data or the model is at fault, not "
-            "the hardware"
-        )
-    return said

@@ -18,6 +18,9 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
+from recover_megatron.collectives import watchdog
 from recover_megatron.tools import prepare_data
 from recover_megatron.tools.compare import Log, read_log
 from recover_megatron.tools.run_record import RunRecord
@@ -167,6 +170,19 @@ def run_job(
         finally:
             limit.cancel()
     return process.returncode
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that `pid` and its descendants have started, without the ranks' watchdogs."""
+    found = psutil.Process(pid).children(recursive=True)
+    return sorted(process.pid for process in found if _name(process) != watchdog.NAME)
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return Path(f"/proc/{process.pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 class Jobs:

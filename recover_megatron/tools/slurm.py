@@ -33,7 +33,11 @@ OPTIONS = (
 
 
 def in_allocation() -> bool:
-    return "SLURM_JOB_ID" in os.environ
+    return job_number() is not None
+
+
+def job_number() -> str | None:
+    return os.environ.get("SLURM_JOB_ID") or os.environ.get("SLURM_JOBID")
 
 
 def hosts_of_allocation() -> str:
@@ -58,7 +62,7 @@ def run_folder(folder: str) -> str:
 
 def end_of_job() -> list[str]:
     """What ends this allocation, where the batch script's own end cannot."""
-    return ["scancel", os.environ["SLURM_JOB_ID"]]
+    return ["scancel", str(job_number())]
 
 
 def submit(nodes: int, more: Sequence[str], words: Sequence[str], run_dir: Path) -> str:
@@ -78,7 +82,13 @@ def submit(nodes: int, more: Sequence[str], words: Sequence[str], run_dir: Path)
 def batch_script(nodes: int, more: Sequence[str], words: Sequence[str], run_dir: Path) -> str:
     """`exec`, so that Slurm's signals reach the launcher and not a shell."""
     options = [*OPTIONS, f"--nodes={nodes}", f"--output={run_dir.resolve()}/slurm-%j.log", *more]
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options)]
+    lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(option)}" for option in options)]
     command = [sys.executable, "-m", "recover_megatron.tools.cli", *words]
     lines += [f"cd {shlex.quote(str(Path.cwd()))}", f"exec {shlex.join(command)}", ""]
     return "\n".join(lines)
+
+
+def _quoted(option: str) -> str:
+    """As sbatch reads it: blanks in a value stand in quotes."""
+    name, equals, value = option.partition("=")
+    return f"{name}={shlex.quote(value)}" if equals else option

@@ -47,8 +47,8 @@ class Streams:
 
     @classmethod
     def after(cls, samples: int, replicas: int, size: int = 1) -> Streams:
-        """Streams that go on behind a number of samples that were consumed in order, in microbatches
-        of `size` samples."""
+        """Streams that go on behind a number of samples that were consumed in order; a microbatch
+        holds `size` samples."""
         first, offset = divmod(samples, size)
         return cls((0,) * replicas, first, size, offset)
 

@@ -7,6 +7,7 @@ time-out would have to pass).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -19,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
+import psutil
 from devices import Devices, process_of
 
-from recover_megatron.collectives.watchdog import end_helpers, helpers_of
 from recover_megatron.tools.rehearsal import Jobs, Rehearsal, environment
 
 _EVENTS = (
@@ -102,7 +103,7 @@ def _run(command: Sequence[str], log: Path, note: Callable[[str, int], None]) ->
     """The job to its end; then whatever helper of a killed rank is left (Megatron's checkpoint
     workers outlive it, and its output's other end)."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    helpers: dict[int, str] = {}
+    helpers: set[psutil.Process] = set()
     with log.open("w") as output, log.open() as lines:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=environment(), start_new_session=True
@@ -111,10 +112,12 @@ def _run(command: Sequence[str], log: Path, note: Callable[[str, int], None]) ->
             for line in _complete(lines):
                 for kind, pattern in _EVENTS:
                     if match := pattern.search(line):
-                        helpers |= helpers_of(process.pid)
+                        helpers |= set(psutil.Process(process.pid).children(recursive=True))
                         note(kind, int(match[1]))
             time.sleep(0.002)
-    end_helpers(helpers)
+    for helper in helpers:
+        with contextlib.suppress(psutil.Error):
+            helper.kill()
     return process.returncode
 
 

@@ -14,7 +14,7 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from recover_megatron.collectives.watchdog import helpers_of
+from recover_megatron.tools.rehearsal import descendants
 
 ROOT = Path("/sys/fs/cgroup/cpu")  # version 1, which groups threads
 PERIOD_US = 20_000
@@ -71,7 +71,7 @@ def process_of(rank: int) -> int:
 def _processes() -> dict[str, int]:
     """By rank; of a rank's processes the first: its helpers were started later."""
     found: dict[str, int] = {}
-    for pid in sorted(helpers_of(os.getpid())):
+    for pid in descendants(os.getpid()):
         rank = _rank(pid)
         if rank is not None:
             found.setdefault(rank, pid)

@@ -103,6 +103,15 @@ def wants_recovery(argv: Sequence[str]) -> bool:
     return "--recover" in argv
 
 
+def take_flag(words: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
+    """The value of `flag`, given as `--flag value` or `--flag=value`, the last one if there are
+    several, None if there is none; and the other words. Raises ConfigError if it has no value."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="value")
+    found, rest = parser.parse_known_args(list(words))
+    return found.value, rest
+
+
 def read_job(argv: Sequence[str]) -> Job:
     """The job of a Megatron command line (without the script's name).
 

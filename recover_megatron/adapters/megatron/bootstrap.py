@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from recover_megatron import mark_started
-from recover_megatron.adapters.megatron.arguments import wants_recovery
+from recover_megatron.adapters.megatron.arguments import take_flag, wants_recovery
 from recover_megatron.adapters.megatron.session import (
     EXIT_CONFIG,
     EXIT_STOPPED,
@@ -156,11 +156,8 @@ def finish(session: Session | None, code: Any, how: str = "") -> NoReturn:
 
 def split_arguments(argv: Sequence[str]) -> tuple[str, list[str], str]:
     """Script, its flags and the platform, whose flag may stand anywhere and is taken out."""
-    rest, platform = list(argv), "cuda"
-    if PLATFORM_FLAG in rest:
-        at = rest.index(PLATFORM_FLAG)
-        platform = rest[at + 1] if at + 1 < len(rest) else ""
-        del rest[at : at + 2]
+    platform, rest = take_flag(argv, PLATFORM_FLAG)
+    platform = "cuda" if platform is None else platform
     if platform not in ("cuda", "cpu"):
         raise ConfigError(f"{PLATFORM_FLAG} must be cuda or cpu, got {platform!r}")
     if not rest or not os.path.isfile(rest[0]):

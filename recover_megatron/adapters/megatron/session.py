@@ -28,7 +28,7 @@ from recover_megatron.faults import parse_faults
 from recover_megatron.hosts.rank import RankOnHost
 from recover_megatron.inject import Injector
 from recover_megatron.recovery.driver import Driver
-from recover_megatron.trace import Trace, trace_path, write_atomically
+from recover_megatron.trace import JOB_FOLDER, Trace, trace_path, write_atomically
 from recover_megatron.workload.policy import make_policy
 from recover_megatron.world import ReplicaLayout, World
 
@@ -114,10 +114,8 @@ class Session:
         with contextlib.suppress(Exception):
             # Not public, but what Python itself runs at an exit: helper processes end.
             multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
-        if self.position == 0 and self.config.trace_dir:
-            # Every replica, since the leader may be killed before it does.
-            with contextlib.suppress(OSError):
-                write_exit_code(self.config.trace_dir, code)
+        if self.position == 0:
+            write_exit_code(self.config.trace_dir, code)
         if self.on_host is not None:
             self.on_host.done(code)
         self.communicator.agree(True, "left")
@@ -215,8 +213,14 @@ def start(argv: Sequence[str]) -> Session:
     return session
 
 
-def write_exit_code(directory: str, code: int) -> None:
-    write_atomically(Path(directory) / "exit_code", f"{code}\n")
+def write_exit_code(run_dir: str | None, code: int) -> None:
+    """By every replica, since any may be killed before it does, into the run folder and into the
+    job's temporary one, since either may be full."""
+    job_folder = os.environ.get(JOB_FOLDER)
+    for folder, name in ((run_dir, "exit_code"), (job_folder, "done")):
+        if folder:
+            with contextlib.suppress(OSError):
+                write_atomically(Path(folder) / name, f"{code}\n")
 
 
 def _check_mpirun() -> None:

@@ -1,0 +1,84 @@
+"""A job's two folders: the run folder that the user names, and a temporary one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from recover_megatron.collectives.watchdog import adopt_orphans
+from recover_megatron.errors import ConfigError
+from recover_megatron.trace import JOB_FOLDER
+
+_MARKS = ("trace.r*.jsonl", "log.r*.txt", "exit_code")
+
+
+def fresh_run_folder(asked: Path) -> Path:
+    """`asked`, made; or, if it holds an earlier run, the first free `asked/restart-N`: two runs in
+    one folder could not be told apart, and nothing of the earlier one may be lost.
+
+    Raises ConfigError for a folder that cannot be made or written.
+    """
+    try:
+        folder = next(f for f in (asked, *_restarts(asked)) if not holds_run(f))
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ConfigError(
+            f"--recover-trace-dir {asked}: cannot be written ({error}); name another folder"
+        ) from None
+
+
+def newest_run(folder: Path) -> Path:
+    """The run in `folder` that began last: itself, or its last `restart-N`."""
+    found = folder
+    for restart in _restarts(folder):
+        if not holds_run(restart):
+            break
+        found = restart
+    return found
+
+
+def holds_run(folder: Path) -> bool:
+    return any(next(folder.glob(mark), None) is not None for mark in _MARKS)
+
+
+def _restarts(folder: Path) -> list[Path]:
+    return [folder / f"restart-{n}" for n in range(1, 10_000)]
+
+
+class JobFolder(contextlib.AbstractContextManager["JobFolder"]):
+    """A folder for what the run-time, the ranks and their helpers leave behind; it goes with the
+    job, and so do processes of the job that are left."""
+
+    def __enter__(self) -> JobFolder:
+        adopt_orphans()
+        # Where something still writes into it, the job has not failed for that.
+        self._temporary = tempfile.TemporaryDirectory(prefix="recover-", ignore_cleanup_errors=True)
+        self.path = Path(self._temporary.name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end_orphans({JOB_FOLDER: str(self.path)})
+        self._temporary.cleanup()
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return {JOB_FOLDER: str(self.path), "TMPDIR": str(self.path)}
+
+
+def end_orphans(mark: Mapping[str, str]) -> None:
+    """SIGKILL to this process's descendants whose environment holds `mark`."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(os.getpid()).children(recursive=True):
+            with contextlib.suppress(psutil.Error, OSError):
+                found = process.environ()
+                if all(found.get(name) == value for name, value in mark.items()):
+                    process.send_signal(signal.SIGKILL)
+                    process.wait(5)

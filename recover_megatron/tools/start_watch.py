@@ -1,0 +1,126 @@
+"""The launcher's eye on a job's start: a rank that dies before the world has begun.
+
+MPI cannot survive that: the others would wait for it for ever, inside MPI_Init. So the launcher
+ends the job, with a sentence that names the rank, and starts it once more.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from recover_megatron.tools.mpirun import say
+from recover_megatron.trace import parse_events, trace_path
+from recover_megatron.world import ReplicaLayout
+
+_POLL_S = 0.25
+# How long the other ranks have to begin without the dead one, as they can if it died late.
+_OTHERS_S = 6.0
+_KILL_S = 5.0  # for mpirun to end its ranks
+
+
+class StartWatch(threading.Thread):
+    """Watches one mpirun until all ranks have traced that they have started.
+
+    `failed` is, once it has ended the job, which rank died, in words.
+    """
+
+    def __init__(self, mpirun: subprocess.Popen[bytes], run_dir: Path, layout: ReplicaLayout):
+        super().__init__(name="recover-start-watch", daemon=True)
+        self.failed = ""
+        self._mpirun = mpirun
+        self._run_dir = run_dir
+        self._layout = layout
+        self._processes: dict[int, psutil.Process] = {}  # of the ranks that mpirun itself started
+        self._stop_asked = threading.Event()
+
+    def stop(self) -> None:
+        self._stop_asked.set()
+        self.join()
+
+    def run(self) -> None:
+        dead: dict[int, str] = {}
+        since = 0.0
+        while not self._stop_asked.wait(_POLL_S) and self._mpirun.poll() is None:
+            self._look_at_processes()
+            heads = {rank: self._events(rank) for rank in range(self._layout.ranks)}
+            started = {r for r, events in heads.items() if _has(events, "started")}
+            for rank in set(heads) - started - set(dead):
+                if how := self._death(rank, heads[rank]):
+                    dead[rank] = how
+                    since = since or time.monotonic()
+            waited_for = set(heads) - started - self._with_mates(dead)
+            if not waited_for:
+                return
+            if dead and time.monotonic() - since > _OTHERS_S:
+                self._give_up(dead)
+                return
+
+    def _with_mates(self, dead: dict[int, str]) -> set[int]:
+        replicas = {self._layout.replica_of(rank) for rank in dead}
+        return {mate for replica in replicas for mate in self._layout.ranks_of(replica)}
+
+    def _look_at_processes(self) -> None:
+        try:
+            for child in psutil.Process(self._mpirun.pid).children():
+                rank = child.environ().get("OMPI_COMM_WORLD_RANK", "")
+                if rank.isdigit():
+                    self._processes.setdefault(int(rank), child)
+        except psutil.Error:
+            return  # it has just ended; the next look tells
+
+    def _death(self, rank: int, events: list[dict[str, Any]]) -> str:
+        for event in events:
+            if event["event"] == "died":
+                return str(event["reason"])
+        process = self._processes.get(rank)
+        if process is not None and not _runs(process):
+            return "its process has ended"
+        return ""
+
+    def _events(self, rank: int) -> list[dict[str, Any]]:
+        layout = self._layout
+        path = trace_path(self._run_dir, layout.replica_of(rank), layout.position_of(rank))
+        try:
+            return list(parse_events(path.read_bytes().splitlines()))
+        except OSError:
+            return []
+
+    def _give_up(self, dead: dict[int, str]) -> None:
+        rank = min(dead)
+        replica, position = self._layout.replica_of(rank), self._layout.position_of(rank)
+        self.failed = (
+            f"rank {rank} (replica {replica}, position {position}) died before the job had begun: "
+            f"{dead[rank]}"
+        )
+        self._mpirun.terminate()
+        try:
+            self._mpirun.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            self._mpirun.kill()
+
+
+def _has(events: list[dict[str, Any]], kind: str) -> bool:
+    return any(event["event"] == kind for event in events)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def put_aside(run_dir: Path, number: int) -> None:
+    """What the `number`-th start left in the run folder goes into a folder of its own."""
+    aside = run_dir / f"start-{number}"
+    aside.mkdir(parents=True, exist_ok=True)
+    for pattern in ("trace.r*.jsonl", "log.r*.txt"):
+        for path in run_dir.glob(pattern):
+            path.replace(aside / path.name)
+    say(f"what its ranks said is in {aside}")
