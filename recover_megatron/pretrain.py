@@ -12,11 +12,13 @@ tools serve both. It knows nothing of recovery: the functions below are module g
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import random
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,8 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -51,7 +55,9 @@ from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from megatron.core.utils import get_model_config, unwrap_model
 from torch.utils.data import default_collate
 
+from recover_megatron.errors import ConfigError
 from recover_megatron.pretrain_arguments import parse_args
+from recover_megatron.tracker import RELEASE, TRACKER, checkpoint_folder
 from recover_megatron.workload.samples import sample_ids
 
 _STARTED = time.monotonic()
@@ -80,16 +86,29 @@ def initialize(args: argparse.Namespace) -> None:
     np.random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    init_num_microbatches_calculator(
-        torch.distributed.get_rank(),
-        args.rampup_batch_size,
-        args.global_batch_size,
-        args.micro_batch_size,
-        args.data_parallel_size,
-    )
+    with _settings("the batch size"):
+        init_num_microbatches_calculator(
+            torch.distributed.get_rank(),
+            args.rampup_batch_size,
+            args.global_batch_size,
+            args.micro_batch_size,
+            args.data_parallel_size,
+        )
     if args.train_iters is None:
         args.train_iters = _iterations(args)
+    if args.train_iters < 1:
+        raise ConfigError("--train-iters, or --train-samples, must be at least one iteration")
     _set_tensorboard_writer(args)
+
+
+@contextlib.contextmanager
+def _settings(what: str) -> Iterator[None]:
+    """What Megatron asserts of the user's settings is a sentence for the user."""
+    try:
+        yield
+    except AssertionError as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].line
+        raise ConfigError(f"{what}: {str(error).strip('; ') or line}") from error
 
 
 def _iterations(args: argparse.Namespace) -> int:
@@ -204,6 +223,8 @@ def build_optimizer(args: argparse.Namespace, model: list[Any]) -> tuple[Any, An
         end_wd=args.weight_decay,
         wd_incr_steps=args.train_iters * args.global_batch_size,
         wd_incr_style="constant",
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
     )
     return optimizer, scheduler
 
@@ -232,7 +253,8 @@ def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Iterat
                 dp_rank,
                 args.data_parallel_size,
             )
-            yield default_collate([dataset[i] for i in ids])
+            # Several prefixes without weights are one epoch, unlike a single one: go round.
+            yield default_collate([dataset[i % len(dataset)] for i in ids])
             microbatch += 1
 
     return microbatches()
@@ -244,7 +266,7 @@ def build_train_valid_test_data_loaders(args: argparse.Namespace, stage: int | N
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
-        blend=(args.data_path, None),
+        blend=get_blend_from_list(args.data_path),
         split=args.split,
         path_to_cache=args.data_cache_path,
         tokenizer=build_tokenizer(args),
@@ -253,6 +275,7 @@ def build_train_valid_test_data_loaders(args: argparse.Namespace, stage: int | N
         eod_mask_loss=False,
     )
     evaluations = args.train_iters // args.eval_interval * args.eval_iters
+    _check_documents(config, wanted=(True, evaluations > 0, False))
     samples = [
         args.train_samples or args.train_iters * args.global_batch_size,
         evaluations * args.global_batch_size,
@@ -264,6 +287,28 @@ def build_train_valid_test_data_loaders(args: argparse.Namespace, stage: int | N
         build_pretraining_data_loader(datasets[0], args.consumed_train_samples),
         build_pretraining_data_loader(datasets[1], args.consumed_valid_samples),
     ]
+
+
+_PARTS = ("training", "validation", "test")
+
+
+def _check_documents(config: GPTDatasetConfig, wanted: Sequence[bool]) -> None:
+    """Leaves out parts of --split that nobody reads. Raises ConfigError where a prefix has no
+    document for one that is read: Megatron would loop for ever, or assert without a word."""
+    matrix = config.split_matrix
+    for part, name in enumerate(_PARTS):
+        if not wanted[part]:
+            matrix[part] = None
+        if matrix[part] is None:
+            continue
+        for prefix in config.blend[0]:
+            documents = len(IndexedDataset(prefix).document_indices) - 1
+            first, behind = (round(edge * float(documents)) for edge in matrix[part])
+            if first >= behind:
+                raise ConfigError(
+                    f"--split {config.split} leaves no document of --data-path {prefix} for "
+                    f"{name}: it has {documents}; give it more, or that part a larger share"
+                )
 
 
 def _batch_on_this_tp_rank(data_iterator: Iterator[Any] | None) -> dict[str, torch.Tensor]:
@@ -340,7 +385,7 @@ def _named(model: list[Any]) -> list[tuple[str, Any]]:
 
 
 def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
-    return os.path.join(checkpoints_path, "latest_checkpointed_iteration.txt")
+    return os.path.join(checkpoints_path, TRACKER)
 
 
 def save_checkpoint(
@@ -383,15 +428,26 @@ def load_checkpoint(
     if not tracker.is_file():
         print(f"pretrain.py: no checkpoint in {args.load}; starting from scratch", flush=True)
         return
-    folder = Path(args.load) / f"iter_{int(tracker.read_text()):07d}"
+    folder = checkpoint_folder(args.load)
     if torch.distributed.get_rank() == 0:
         print(f"  loading checkpoint {folder}", flush=True)
     wanted = _sharded_state(model, optimizer, scheduler, is_loading=True)
+    release = folder.name == RELEASE
+    if release:  # weights only: a training begins
+        wanted = {name: wanted[name] for name, _ in _named(model)}
     loaded = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in _named(model):
         unwrap_model(chunk).load_state_dict(loaded[name])
+    if release:
+        optimizer.reload_model_params()
+        return
     optimizer.load_state_dict(loaded["optimizer"])
-    scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    with _settings(
+        f"the schedule of {folder} is another one; take it with "
+        "--use-checkpoint-opt_param-scheduler, or this command's with "
+        "--override-opt_param-scheduler"
+    ):
+        scheduler.load_state_dict(loaded["opt_param_scheduler"])
     common = dist_checkpointing.load_common_state_dict(str(folder))
     args.iteration = common["iteration"]
     args.consumed_train_samples = common["consumed_train_samples"]
@@ -420,6 +476,7 @@ def checkpoint_and_decide_exit(
         torch.distributed.all_reduce(late, op=torch.distributed.ReduceOp.MAX)
         leaving = leaving or bool(late.item())
     due = bool(args.save_interval) and iteration % args.save_interval == 0
+    due = due or iteration == args.train_iters
     if args.save and (due or leaving):
         save_checkpoint(iteration, model, optimizer, opt_param_scheduler)
     if leaving and torch.distributed.get_rank() == 0:
@@ -497,6 +554,18 @@ def evaluate_and_print_results(
     for key, total in totals.items():
         line += f"{key} value: {(total[0] / total[1]).item():.6E} | "
     print_rank_last(line)
+
+
+def _check_validation(args: argparse.Namespace, chunks: Sequence[Sequence[Any]]) -> None:
+    """Without validation data there is no evaluation. Most ranks read none in any case."""
+    found = torch.tensor([any(valid is not None for _, valid in chunks)], dtype=torch.int32)
+    found = found.to(torch.cuda.current_device())
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+    if args.eval_iters and args.train_iters >= args.eval_interval and not found.item():
+        print_rank_last(
+            f"pretrain.py: --split {args.split} has no part for validation: there is no evaluation"
+        )
+        args.eval_iters = 0
 
 
 def training_log(
@@ -588,6 +657,7 @@ def main() -> None:
         load_checkpoint(args, model, optimizer, scheduler)
     chunks = [build_train_valid_test_data_loaders(args, chunk.vp_stage) for chunk in model]
     train_data, valid_data = chunks[0] if len(model) == 1 else map(list, zip(*chunks, strict=True))
+    _check_validation(args, chunks)
     train(args, train_data, valid_data, model, optimizer, scheduler)
     if torch.cuda.is_available():
         print_rank_last(f"peak device memory: {torch.cuda.max_memory_allocated()} bytes")

@@ -7,6 +7,8 @@ import os
 
 import torch
 
+from recover_megatron.errors import ConfigError
+
 
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Megatron's names and defaults, as far as this script honours them."""
@@ -73,6 +75,9 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lr-decay-samples", type=int)
     add("--lr-warmup-iters", type=int, default=0)
     add("--lr-warmup-samples", type=int, default=0)
+    # Megatron's spelling: which schedule counts where a checkpoint has another one.
+    add("--override-opt_param-scheduler", action="store_true")
+    add("--use-checkpoint-opt_param-scheduler", action="store_true")
     add("--weight-decay", type=float, default=0.01)
     add("--clip-grad", type=float, default=1.0)
     add("--adam-beta1", type=float, default=0.9)
@@ -106,7 +111,7 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def validate_args(args: argparse.Namespace) -> None:
-    """Fills in what depends on other values; exits with one sentence where they do not fit."""
+    """Fills in what depends on other values. Raises ConfigError where they do not fit."""
     model_parallel = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
@@ -114,24 +119,25 @@ def validate_args(args: argparse.Namespace) -> None:
     )
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size % model_parallel:
-        raise SystemExit(
-            f"pretrain.py: {world_size} ranks are not a multiple of tensor x pipeline x context "
+        raise ConfigError(
+            f"{world_size} ranks are not a multiple of tensor x pipeline x context "
             f"parallel = {model_parallel}"
         )
     args.data_parallel_size = world_size // model_parallel
     chunk = args.num_layers_per_virtual_pipeline_stage
     stages = args.pipeline_model_parallel_size * (chunk or 1)
     if args.num_layers % stages:
-        raise SystemExit(
-            f"pretrain.py: --num-layers {args.num_layers} does not divide over "
+        raise ConfigError(
+            f"--num-layers {args.num_layers} does not divide over "
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}"
             + (f" x --num-layers-per-virtual-pipeline-stage {chunk}" if chunk else "")
         )
     args.virtual_pipeline_model_parallel_size = args.num_layers // stages if chunk else None
     if (args.train_iters is None) == (args.train_samples is None):
-        raise SystemExit("pretrain.py: give one of --train-iters and --train-samples")
+        raise ConfigError("give one of --train-iters and --train-samples")
     if args.rampup_batch_size and args.train_samples is None:
-        raise SystemExit("pretrain.py: --rampup-batch-size needs --train-samples")
+        raise ConfigError("--rampup-batch-size needs --train-samples")
+    _check_schedule(args)
     if args.ffn_hidden_size is None:
         args.ffn_hidden_size = 4 * args.hidden_size
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
@@ -144,6 +150,30 @@ def validate_args(args: argparse.Namespace) -> None:
     args.rank, args.world_size = int(os.environ.get("RANK", "0")), world_size
     args.iteration = args.consumed_valid_samples = args.curr_iteration = 0
     args.consumed_train_samples = 0
+
+
+def _check_schedule(args: argparse.Namespace) -> None:
+    """Megatron only asserts these, without a word."""
+    for unit in ("iters", "samples"):
+        warmup, decay = (getattr(args, f"lr_{kind}_{unit}") for kind in ("warmup", "decay"))
+        whole, name = decay, f"--lr-decay-{unit}"
+        if not decay:
+            whole, name = getattr(args, f"train_{unit}"), f"--train-{unit}"
+        if warmup and whole is not None and warmup >= whole:
+            raise ConfigError(
+                f"--lr-warmup-{unit} {warmup} must be less than {name} {whole}: the learning rate "
+                "would never reach its maximum"
+            )
+    if args.min_lr > args.lr:
+        raise ConfigError(f"--min-lr {args.min_lr:g} must not be more than --lr {args.lr:g}")
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise ConfigError(
+            "give one of --override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler"
+        )
+    for name in ("log_interval", "eval_interval", "save_interval", "exit_interval"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
 def parse_args() -> argparse.Namespace:

@@ -6,11 +6,13 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from recover_megatron.config import RecoveryConfig, flag_fields, flag_name
 from recover_megatron.errors import ConfigError
 from recover_megatron.faults import parse_faults
+from recover_megatron.tracker import TRACKER, checkpoint_folder
 from recover_megatron.world import ReplicaLayout
 
 
@@ -129,11 +131,16 @@ def read_job(argv: Sequence[str]) -> Job:
     parser.add_argument("--data-path", nargs="*", default=[])
     parser.add_argument("--rampup-batch-size", nargs="*")
     parser.add_argument("--save")
+    parser.add_argument("--load")
+    parser.add_argument("--pretrained-checkpoint")
+    parser.add_argument("--non-persistent-ckpt-type")
+    parser.add_argument("--ckpt-step", type=int)
     parser.add_argument("--distributed-timeout-minutes", type=float, default=10)
     args, _ = parser.parse_known_args(list(argv))
     config = recovery_config(args)
     _check_optimizer(args, config)
     _check_data(args.data_path)
+    _check_load(args)
     for name in ("micro_batch_size", "global_batch_size"):
         if getattr(args, name) is None or getattr(args, name) < 1:
             raise ConfigError(
@@ -211,6 +218,25 @@ def _check_data(data_path: Sequence[str]) -> None:
                 )
             if os.path.getsize(path) == 0:
                 raise ConfigError(f"--data-path {prefix}: the file {path} is empty")
+
+
+def _check_load(args: argparse.Namespace) -> None:
+    """A --load that is mistyped would start from scratch, and overwrite the checkpoints of --save.
+    With the same folder for both, a first start is meant."""
+    if not args.load or "://" in args.load or args.non_persistent_ckpt_type:
+        return
+    if not (Path(args.load) / TRACKER).is_file():
+        if args.save and os.path.abspath(args.save) == os.path.abspath(args.load):
+            return
+        if args.pretrained_checkpoint:
+            return
+        raise ConfigError(
+            f"--load {args.load} holds no checkpoint (no file {TRACKER}); mend the path, leave it "
+            "out to start from scratch, or make it the same as --save to start from scratch once "
+            "and resume later"
+        )
+    if args.ckpt_step is None:
+        checkpoint_folder(args.load)
 
 
 def _is_number(text: str) -> bool:

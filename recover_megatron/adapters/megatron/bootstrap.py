@@ -62,7 +62,10 @@ def main(argv: Sequence[str], namespace: dict[str, Any]) -> None:
         sys.exit(f"recover: error: {error}")
     if wants_recovery(flags):
         _run_recovering(script, flags, platform, namespace)
-    _run(script, namespace)
+    try:
+        _run(script, namespace)
+    except ConfigError as error:
+        sys.exit(f"recover: error: {error}")
 
 
 def _run_recovering(
@@ -224,7 +227,7 @@ def _host(script: str) -> Any:
 
 def _run(script: str, namespace: dict[str, Any]) -> None:
     namespace["__file__"] = script
-    with open(script) as source:
+    with open(script, "rb") as source:
         code = compile(source.read(), script, "exec")
     exec(code, namespace)
 

@@ -1,6 +1,6 @@
 """Makes one rank of a training job end in a named way, on the PYTHONPATH of the whole job.
 
-    ENDING="RANK,CALL,HOW[,thread]"    in rank RANK, in its CALL-th forward step, or `load`: in loading
+    ENDING="RANK,CALL,HOW[,thread]"    in its CALL-th forward step; CALL `load`: while loading
 
 The moment is written into the file that ENDED_AT names.
 """
