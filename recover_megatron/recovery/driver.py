@@ -63,7 +63,7 @@ class Driver:
     ):
         self.world = world
         self._communicator = communicator
-        self._policy = policy
+        self.policy = policy
         self._replica_id = replica_id
         self._probe = probe
         self._emit = emit
@@ -85,7 +85,7 @@ class Driver:
         (watcher.py).
         Raises InvariantViolation for a bug, never for a lost peer.
         """
-        planned, state = self._run(step, microbatches, work, self._policy)
+        planned, state = self._run(step, microbatches, work, self.policy)
         self.reassigned = tuple(
             sorted(i for r in state.world.replicas for i in moved(planned, state.assignment, r))
         )

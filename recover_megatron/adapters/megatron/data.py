@@ -100,8 +100,9 @@ class MicrobatchLoader:
         microbatch = self._queue.popleft()
         place = (self._micro_batch_size, self._dp_rank, self._dp_size)
         ids = list(sample_ids(self._consumed_samples, microbatch, *place))
-        if self._feed.streams is not None:
-            ids = [i % len(self._dataset) for i in ids]  # streams are endless
+        # Streams are endless; and several prefixes without weights are one epoch, unlike a single
+        # one, which Megatron makes as long as it has to be.
+        ids = [i % len(self._dataset) for i in ids]
         self._feed.note(microbatch, ids)
         return default_collate([self._dataset[i] for i in ids])
 
@@ -159,7 +160,7 @@ class EvaluationLoader:
         if not self._queue:
             raise InvariantViolation("the schedule asked for a microbatch that is not assigned")
         ids = sample_ids(self._first, self._queue.popleft(), *self._place)
-        return default_collate([self._dataset[i] for i in ids])
+        return default_collate([self._dataset[i % len(self._dataset)] for i in ids])
 
 
 # --- the streams' positions, beside the checkpoint ---------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -26,11 +27,12 @@ from recover_megatron.adapters.megatron.data import (
     load_streams,
     streams_to_start_with,
 )
+from recover_megatron.adapters.megatron.index_cache import one_at_a_time, sweep
 from recover_megatron.adapters.megatron.logs import Logs
 from recover_megatron.adapters.megatron.replicas import check_same_iteration
 from recover_megatron.adapters.megatron.schedule import Schedules
 from recover_megatron.adapters.megatron.session import Session
-from recover_megatron.errors import ConfigError, InvariantViolation
+from recover_megatron.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class Hooks:
     def install(self) -> None:
         import megatron.core.pipeline_parallel.schedules as schedules
         from megatron.core import tensor_parallel
+        from megatron.core.datasets import utils as dataset_utils
         from megatron.core.package_info import __version__ as version
 
         check_version(version, self._session.config.allow_untested_megatron)
@@ -73,6 +76,9 @@ class Hooks:
         replace(tensor_parallel, "model_parallel_cuda_manual_seed", self._seed)
         replace(training, "build_pretraining_data_loader", self._build_data_loader)  # D
         replace(training, "build_train_valid_test_data_loaders", self._build_data_loaders)
+        replace(dataset_utils, "compile_helpers", one_at_a_time)
+        if hasattr(training, "dummy_train_step"):  # --iterations-to-skip
+            replace(training, "dummy_train_step", run.skip_iteration)
         replace(training, "save_checkpoint", keep.save_checkpoint)  # E
         replace(training, "checkpoint_and_decide_exit", keep.checkpoint_and_decide_exit)
         replace(host.checkpointing, "get_checkpoint_tracker_filename", keep.tracker_filename)
@@ -153,9 +159,15 @@ class Hooks:
         refuse_unsupported(args)
         if getattr(args, "rerun_mode", "disabled") != "disabled":
             # Its decision to repeat a step is one replica's: the others would wait for it.
-            if self._session.leading and self._session.position == 0:
+            if self._session.speaks:
                 logger.warning("--rerun-mode %s is set to disabled", args.rerun_mode)
             args.rerun_mode = "disabled"
+        if getattr(args, "num_workers", 0) and self._session.speaks:
+            self._session.terminal.warn(
+                "workers",
+                f"--num-workers {args.num_workers} has no effect with --recover: samples are read "
+                "by the training process",
+            )
         self._checkpoints.take_over_exits(args)
         return result
 
@@ -193,13 +205,31 @@ class Hooks:
         driver, facts = session.driver, (session.communicator, session.layout, session.replica_id)
         check_same_iteration(driver, *facts, getattr(session.args, "iteration", 0))
         self._start_streams()
-        for turn in ("leader", "others"):
-            if built is None and (session.leading or turn == "others"):
+        turn = None
+        while turn != driver.world.leader:  # or the leader died in its turn: it is the next one's
+            turn = driver.world.leader
+            if built is None and session.leading:
+                self._sweep_index_caches()
                 built = (stock(*args, **more),)
             driver.guarded("build data loaders", lambda: None)
         if built is None:
-            raise InvariantViolation("no data loader was built")
+            built = (stock(*args, **more),)
+        driver.guarded("build data loaders", lambda: None)
         return built[0]
+
+    def _sweep_index_caches(self) -> None:
+        """By one rank: Megatron's others wait for it before they look."""
+        args = self._session.args
+        if self._session.position:
+            return
+        words = [
+            word
+            for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+            for word in getattr(args, name, None) or ()
+        ]
+        prefixes = [word for word in map(str, words) if os.path.isfile(f"{word}.idx")]
+        for said in sweep(list(dict.fromkeys(prefixes)), getattr(args, "data_cache_path", None)):
+            self._session.terminal.say(said)
 
     def _start_streams(self) -> None:
         """At every rank, also those that read no data: all know all streams."""

@@ -23,14 +23,21 @@ class LeadersWriter:
     one, which `make` opens; the others' are kept for two logged iterations, and made by the replica
     that comes to lead. So no value is lost; some may be written twice.
 
+    The real one may fail at any moment (a full disk, a folder that cannot be made, a missing
+    package): `failed` is told, training goes on, and at each later log it is opened anew, and what
+    it should have written is written, up to KEPT logs back.
+
     Any method may be called on it, also on its attributes (`writer.config.update(...)`).
     """
 
-    def __init__(self, make: Callable[[], Any]):
+    KEPT = 1000
+
+    def __init__(self, make: Callable[[], Any], failed: Callable[[Exception], None]):
         self._make = make
-        self._writer: Any = None
+        self._failed = failed
+        self._writer: Any = None  # the real one, while it works
         self._leading = False
-        self._kept: deque[list[_Call]] = deque([[]], maxlen=2)
+        self._kept: deque[list[_Call]] = deque([[]], maxlen=self.KEPT)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -40,26 +47,47 @@ class LeadersWriter:
     def begin_log(self) -> None:
         """The log of an iteration begins."""
         self._kept.append([])
+        if not self._leading:
+            while len(self._kept) > 2:
+                self._kept.popleft()
 
     def end_log(self) -> None:
         """What the leader wrote must outlive it."""
-        if hasattr(self._writer, "flush"):
-            self._writer.flush()
+        if not self._leading:
+            return
+        with self._unharmed():
+            if self._writer is None:
+                self._writer = self._make()
+                for call in [call for calls in self._kept for call in calls]:
+                    self._do(*call)
+            if hasattr(self._writer, "flush"):
+                self._writer.flush()
+            while len(self._kept) > 1:  # written
+                self._kept.popleft()
 
     def lead(self) -> None:
         """From now on this rank's calls are the job's. Does nothing the second time."""
-        if self._leading:
-            return
-        self._leading, self._writer = True, self._make()
-        for calls in self._kept:
-            for call in calls:
-                self._do(*call)
-        self.end_log()
+        if not self._leading:
+            self._leading = True
+            self.end_log()
+
+    @contextlib.contextmanager
+    def _unharmed(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  whatever a writer raises, it only tells
+            self._writer = None
+            self._failed(error)
+
+    def call(self, path: Sequence[str], args: Sequence[Any], more: dict[str, Any]) -> Any:
+        """What stands for the real writer's method at `path`."""
+        self._kept[-1].append((tuple(path), tuple(args), more))
+        if self._leading and self._writer is not None:
+            with self._unharmed():
+                return self._do(path, args, more)
+        return None
 
     def _do(self, path: Sequence[str], args: Sequence[Any], more: dict[str, Any]) -> Any:
-        if not self._leading:
-            self._kept[-1].append((tuple(path), tuple(args), more))
-            return None
         target = self._writer
         for name in path:
             target = getattr(target, name) if target is not None else None
@@ -74,7 +102,7 @@ class _Method:
         return _Method(self._writer, (*self._path, name))
 
     def __call__(self, *args: Any, **more: Any) -> Any:
-        return self._writer._do(self._path, args, more)
+        return self._writer.call(self._path, args, more)
 
 
 class Logs:
@@ -117,8 +145,14 @@ class Logs:
         lines Megatron reads again by the number of GPUs that the job was started with."""
         if not self._session.leading:
             return None
-        with self._of_job(self._session.layout.replicas):
-            return stock(*args, **more)
+        try:
+            with self._of_job(self._session.layout.replicas):
+                return stock(*args, **more)
+        except (OSError, ValueError) as error:  # position 0 writes, after all have met
+            self._session.terminal.warn(
+                "progress", f"progress.txt cannot be written ({error}): training goes on"
+            )
+            return None
 
     @contextlib.contextmanager
     def _of_job(self, replicas: int) -> Iterator[None]:
@@ -174,7 +208,12 @@ class Logs:
             setattr(self._writers, name, writer)
             return real
 
-        writer = LeadersWriter(make)
+        def failed(error: Exception) -> None:
+            said = f"{name.removeprefix('_GLOBAL_').lower()}: {type(error).__name__}: {error}"
+            self._session.terminal.warn(name, f"{said}; training goes on without it")
+            setattr(self._writers, name, writer)
+
+        writer = LeadersWriter(make, failed)
         setattr(self._writers, name, writer)
         if self._session.leading:
             writer.lead()

@@ -111,6 +111,18 @@ class Schedules:
         self._trace(number, losses)
         return losses
 
+    def skip_iteration(self, stock: Callable[..., Any], *args: Any, **more: Any) -> None:
+        """Megatron leaves out an iteration that --iterations-to-skip names, the same at all ranks:
+        its samples are not read, but count as consumed."""
+        session, settings = self._session, self._session.args
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        session.watchdog.between()
+        session.iteration = settings.curr_iteration + 1
+        driver = session.driver
+        self.feed.committed(driver.policy.plan(driver.world, get_num_microbatches()))
+        session.trace.emit("skipped", iteration=session.iteration)
+
     def _train_pass(
         self, schedule: Schedule, call: dict[str, Any], number: int, microbatches: Sequence[int]
     ) -> tuple[Losses, float]:

@@ -75,6 +75,11 @@ class Session:
         """True at every rank of the lowest live replica."""
         return self.driver.world.leader == self.replica_id
 
+    @property
+    def speaks(self) -> bool:
+        """True at the one rank that tells the user what concerns the whole job."""
+        return self.leading and self.position == 0
+
     @contextlib.contextmanager
     def waiting_for_peers(self) -> Iterator[None]:
         """Around a wait between two iterations, which is not this rank's own stall."""
