@@ -221,7 +221,7 @@ def build_optimizer(args: argparse.Namespace, model: list[Any]) -> tuple[Any, An
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
-        wd_incr_steps=args.train_iters * args.global_batch_size,
+        wd_incr_steps=decay_steps,  # constant: of no effect, but compared with a checkpoint's
         wd_incr_style="constant",
         override_opt_param_scheduler=args.override_opt_param_scheduler,
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,

@@ -7,8 +7,9 @@ import hmac
 import selectors
 import socket
 import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+
+import psutil
 
 _BLOCK = 1 << 16
 
@@ -110,13 +111,28 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def address_for_mates(others: Sequence[str]) -> str:
+    """This host's address as the hosts named `others` can reach it. Debian gives a host's own name
+    127.0.1.1, which leads nowhere from elsewhere."""
+    for other in others:
+        with contextlib.suppress(OSError):
+            found = address_towards(other)
+            if not found.startswith("127."):
+                return found
+    own = sorted(own_addresses())
+    return own[0] if own else socket.gethostbyname(socket.gethostname())
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has this address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.family == socket.AF_INET and a.address == address for a in addresses):
+            return name
+    return None
+
+
 def own_addresses() -> frozenset[str]:
     """All IPv4 addresses of this host but the loopback ones."""
-    found, address = set(), ""
-    for line in Path("/proc/net/fib_trie").read_text().splitlines():
-        word = line.split()[-1]
-        if line.lstrip().startswith("|--"):
-            address = word
-        elif "/32 host LOCAL" in line and not address.startswith("127."):
-            found.add(address)
-    return frozenset(found)
+    found = (a for addresses in psutil.net_if_addrs().values() for a in addresses)
+    own = {a.address for a in found if a.family == socket.AF_INET}
+    return frozenset(address for address in own if not address.startswith("127."))

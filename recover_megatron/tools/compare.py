@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from recover_megatron.errors import ConfigError
+from recover_megatron.tools.run_folder import newest_run
 from recover_megatron.tools.run_record import RunRecord, missing_samples
 
 _LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*")
@@ -33,19 +35,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        record = RunRecord(args.run)
+        record = RunRecord(newest_run(Path(args.run)))
         is_run = Path(args.reference).is_dir()
-        reference = RunRecord(args.reference) if is_run else None
+        reference = RunRecord(newest_run(Path(args.reference))) if is_run else None
         losses = reference.losses if reference else read_log(Path(args.reference)).losses
+        common = sorted(set(record.losses) & set(losses))
+        if not common:
+            raise ValueError(
+                f"no iteration is in both: {args.run} has {_span(record.losses)}, {args.reference} "
+                f"{_span(losses)}"
+            )
+        summary = summarize(record, losses, reference, args.tokens_per_iteration)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from None
-    summary = summarize(record, losses, reference, args.tokens_per_iteration)
+    if len(common) < max(len(record.losses), len(losses)):
+        print(
+            f"recover: compared are the {len(common)} iterations {_span(common)} that both have, "
+            f"of {len(record.losses)} and {len(losses)}",
+            file=sys.stderr,
+        )
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     write_summary(summary, out)
     plot(record, losses, args.tokens_per_iteration, out / "report.png")
     print(json.dumps({k: v for k, v in summary.items() if not isinstance(v, list)}, indent=1))
     return 0
+
+
+def _span(iterations: Collection[int]) -> str:
+    return f"{min(iterations)}-{max(iterations)}" if iterations else "none"
 
 
 class Log:
@@ -73,7 +91,7 @@ class Log:
 
 
 def read_log(path: Path) -> Log:
-    log = Log(path.read_text())
+    log = Log(path.read_text(encoding="utf-8", errors="replace"))
     if not log.losses:
         raise ValueError(f"{path} has no Megatron log line with an 'lm loss'")
     return log
@@ -87,13 +105,17 @@ def summarize(
 ) -> dict[str, Any]:
     """The facts of summary.json. `reference` gives the failure-free run's sample ids."""
     commits = record.commits
+    shared = set(record.losses) & set(reference_losses)
     rates = tokens_per_second(record, tokens_per_iteration)
     return {
         "iterations": len(commits),
-        "microbatches_per_iteration": commits[1]["microbatches"],
+        "compared_iterations": len(shared),
+        "microbatches_per_iteration": next(iter(commits.values()))["microbatches"],
         "committed_microbatches": [e["microbatches"] for e in commits.values()],
         "samples_identical": samples_identical(record, reference) if reference else None,
-        "max_abs_loss_difference": max_difference(record.losses, reference_losses),
+        "max_abs_loss_difference": max_difference(
+            {i: record.losses[i] for i in shared}, {i: reference_losses[i] for i in shared}
+        ),
         "replicas_start": record.replicas_start,
         "replicas_end": len(record.survivors),
         "parameters_bitwise_equal": record.parameters_bitwise_equal,
@@ -103,9 +125,11 @@ def summarize(
 
 
 def samples_identical(record: RunRecord, reference: RunRecord) -> bool:
-    mine = record.samples
-    known = not any(missing_samples(ids) for ids in mine.values())
-    return known and mine == reference.samples
+    """Of the iterations that both have committed."""
+    mine, theirs = record.samples, reference.samples
+    shared = set(mine) & set(theirs)
+    known = not any(missing_samples(mine[i]) for i in shared)
+    return known and bool(shared) and all(mine[i] == theirs[i] for i in shared)
 
 
 def max_difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> float:

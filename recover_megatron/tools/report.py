@@ -11,6 +11,7 @@ from typing import Any
 
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools.progress import Progress
+from recover_megatron.tools.run_folder import newest_run
 from recover_megatron.tools.run_record import Recovery, RunRecord
 
 
@@ -20,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    args.run_dir = newest_run(args.run_dir)
     try:
         record = RunRecord(args.run_dir)
     except ValueError as error:

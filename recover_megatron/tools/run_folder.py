@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,12 +37,14 @@ def fresh_run_folder(asked: Path) -> Path:
 
 
 def newest_run(folder: Path) -> Path:
-    """The run in `folder` that began last: itself, or its last `restart-N`."""
+    """The run in `folder` that began last: itself, or its last `restart-N`, which is said."""
     found = folder
     for restart in _restarts(folder):
         if not holds_run(restart):
             break
         found = restart
+    if found != folder:
+        print(f"recover: the last run in {folder} is {found}", file=sys.stderr)
     return found
 
 

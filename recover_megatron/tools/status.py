@@ -13,6 +13,7 @@ from rich.text import Text
 
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools.progress import Progress, TraceTail
+from recover_megatron.tools.run_folder import newest_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    args.run_dir = newest_run(args.run_dir)
     if not any(args.run_dir.glob("trace.r*.p*.jsonl")):
         raise ConfigError(f"{args.run_dir} is no run folder: there are no traces in it")
     progress, tail, console = Progress(), TraceTail(args.run_dir), Console()

@@ -81,7 +81,6 @@ class Checkpoints:
         if any_in_replica(failure is not None):
             self._give_up(iteration, failure or OSError("another rank of the replica cannot write"))
             return
-        self._save_streams(iteration)
         session.injector.enter("save")
         self._failure, self._tracker, self._redirecting = None, None, True
         self._saves += 1
@@ -93,6 +92,8 @@ class Checkpoints:
             self._failure = error
         finally:
             self._redirecting = False
+        if self._failure is None:
+            self._save_streams(iteration)  # before the checkpoint is announced
         if getattr(session.args, "async_save", False) and self._failure is None:
             if self._insisting:
                 self._training.maybe_finalize_async_save(blocking=True)

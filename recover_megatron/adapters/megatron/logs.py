@@ -24,8 +24,8 @@ class LeadersWriter:
     that comes to lead. So no value is lost; some may be written twice.
 
     The real one may fail at any moment (a full disk, a folder that cannot be made, a missing
-    package): `failed` is told, training goes on, and at each later log it is opened anew, and what
-    it should have written is written, up to KEPT logs back.
+    package): `failed` is told, training goes on, and at later logs, ever fewer, it is opened anew,
+    and what it should have written is written, up to KEPT logs back.
 
     Any method may be called on it, also on its attributes (`writer.config.update(...)`).
     """
@@ -37,6 +37,8 @@ class LeadersWriter:
         self._failed = failed
         self._writer: Any = None  # the real one, while it works
         self._leading = False
+        self._failures = 0  # since it worked last
+        self._wait = 0  # logs, until it is tried again
         self._kept: deque[list[_Call]] = deque([[]], maxlen=self.KEPT)
 
     def __getattr__(self, name: str) -> Any:
@@ -53,7 +55,8 @@ class LeadersWriter:
 
     def end_log(self) -> None:
         """What the leader wrote must outlive it."""
-        if not self._leading:
+        self._wait -= 1
+        if not self._leading or self._wait > 0:
             return
         with self._unharmed():
             if self._writer is None:
@@ -64,6 +67,7 @@ class LeadersWriter:
                 self._writer.flush()
             while len(self._kept) > 1:  # written
                 self._kept.popleft()
+            self._failures = 0
 
     def lead(self) -> None:
         """From now on this rank's calls are the job's. Does nothing the second time."""
@@ -77,6 +81,8 @@ class LeadersWriter:
             yield
         except Exception as error:  # noqa: BLE001  whatever a writer raises, it only tells
             self._writer = None
+            self._failures += 1
+            self._wait = min(2**self._failures, 64)
             self._failed(error)
 
     def call(self, path: Sequence[str], args: Sequence[Any], more: dict[str, Any]) -> Any:

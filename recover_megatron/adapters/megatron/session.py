@@ -26,6 +26,7 @@ from recover_megatron.console import Console, Terminal
 from recover_megatron.errors import ConfigError
 from recover_megatron.faults import parse_faults
 from recover_megatron.hosts.rank import RankOnHost
+from recover_megatron.hosts.tunnel import address_for_mates, interface_of
 from recover_megatron.inject import Injector
 from recover_megatron.recovery.driver import Driver
 from recover_megatron.trace import JOB_FOLDER, Trace, trace_path, write_atomically
@@ -39,11 +40,29 @@ EXIT_UNRECOVERABLE = 3
 EXIT_STOPPED = 4
 EXIT_TOO_FEW = 5
 STOP_SIGNAL = signal.SIGUSR1  # mpirun hands it on to all ranks
-# How long a rank that ends by itself waits for all others to end, too: before training, when they
-# may have to import for longer, and in it.
-_PATIENCE_S = {False: 5.0, True: 0.7}
+# How long a rank that ends by itself waits for all others to end, too; longer after a repair, which
+# shows that others are with it.
+_PATIENCE_S = 0.8
 # How long the leader, with an exception, waits to see whether all others have died of theirs.
 _LAST_S = 0.5
+
+
+class _Patience:
+    """Calls `lost` in a thread of its own, _PATIENCE_S after it began last."""
+
+    def __init__(self, lost: Callable[[], None]):
+        self._lost = lost
+        self._timer: threading.Timer | None = None
+
+    def begin(self) -> None:
+        self.end()
+        self._timer = threading.Timer(_PATIENCE_S, self._lost)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 @dataclass
@@ -100,16 +119,13 @@ class Session:
         """
         self.watchdog.rest()
         if how:
-            reason = f"left {how}, and not all others with it"
-            timer = threading.Timer(
-                _PATIENCE_S[self.iteration > 0], self.communicator.die, (reason,)
-            )
-            timer.daemon = True
-            timer.start()
+            patience = _Patience(lambda: self.communicator.die(f"left {how}, not all with it"))
+            self.driver.on_repair(lambda world: patience.begin())
+            patience.begin()
             self.communicator.leave(f"left {how}")
         self.driver.guarded("end", lambda: None)
         if how:
-            timer.cancel()
+            patience.end()
         self.trace.emit("finished", code=code, replicas=list(self.driver.world.replicas))
         self.watcher.stop()
         if self.console is not None:
@@ -310,9 +326,12 @@ def _own_torch_world(
     on the loopback interface if the whole replica is on one host.
     """
     mates = layout.ranks_of(replica_id)
-    hosts = transport.share(socket.gethostname().encode(), mates)
+    own = socket.gethostname()
+    hosts = [name.decode() for name in transport.share(own.encode(), mates)]
     one_host = len(set(hosts)) == 1
-    address = "127.0.0.1" if one_host else socket.gethostbyname(hosts[0].decode())
+    # Its own address is what position 0 knows best; its name may mean another one elsewhere.
+    mine = "127.0.0.1" if one_host else address_for_mates([h for h in hosts if h != own])
+    address = transport.share(mine.encode(), mates)[0].decode()
     listener, port = None, b""
     if position == 0:
         listener = socket.create_server((address, 0), backlog=1024)
@@ -327,8 +346,8 @@ def _own_torch_world(
         MASTER_PORT=port.decode(),
         TORCHELASTIC_USE_AGENT_STORE="True",  # all ranks are clients of the server made here
     )
-    if one_host:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if interface := "lo" if one_host else interface_of(mine):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if listener is None:
         return None
     import torch.distributed
