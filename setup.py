@@ -21,6 +21,7 @@ setup(
         "jinja2>=3.1,<4",
         "pyyaml>=6,<7",
         "tokenizers>=0.21,<0.24",
+        "zstandard>=0.22,<1",
         "psutil>=6,<8",  # megatron-core's checkpoint writer hangs without it
         "typing-extensions>=4.12",
     ],

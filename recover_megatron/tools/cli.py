@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -37,12 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_arguments(sub)
         sub.set_defaults(entry=module.run)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a console may know fewer characters
     args = parser.parse_args(argv)
     try:
         return int(args.entry(args))
-    except ConfigError as error:
+    except BrokenPipeError:  # nobody reads what is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except (ConfigError, OSError) as error:
         print(f"recover-megatron {args.command}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"recover-megatron {args.command}: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`recover-megatron prepare-data`: text to Megatron's indexed dataset (.bin and .idx).
 
-Every file, and every line of a .jsonl or .jsonl.gz file (field "text", C4's own format), is one
+Every text file, and every record of a file of JSON lines (field "text", C4's own format), is one
 document and ends with the end-of-document token.
 """
 
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gzip
-import json
+import shutil
 import sysconfig
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from recover_megatron.errors import ConfigError
+from recover_megatron.tools.text_source import SKIP, STOP, TextSource
 
 BYTE_VOCAB = 256
 STDLIB = "stdlib"
@@ -28,22 +27,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "inputs",
         nargs="+",
-        help="text files, folders, .jsonl or .jsonl.gz files; the word 'stdlib' stands for the "
-        "source text of this Python's standard library",
+        help="text files, folders, files of JSON lines, plain or compressed (gzip, bzip2, xz, "
+        "zstd); the word 'stdlib' stands for the source text of this Python's standard library",
     )
     parser.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx")
     parser.add_argument("--tokenizer", help="a Hugging Face tokenizer.json (default: bytes)")
     parser.add_argument("--suffix", default=".py,.txt,.md", help="of the files taken from folders")
-    parser.add_argument("--field", default="text", help="of the objects in .jsonl files")
+    parser.add_argument("--field", default="text", help="of the objects in JSON files")
+    add_on_error(parser)
+
+
+def add_on_error(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on-error",
+        choices=(STOP, SKIP),
+        default=STOP,
+        help="at a record that cannot be read: stop, with its file and line, or skip and count it "
+        "(default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     suffixes = tuple(args.suffix.split(","))
-    documents = _documents(args.inputs, suffixes, args.field)
+    source = TextSource(args.field, args.on_error)
+    documents = _documents(args.inputs, suffixes, source)
     encode, eod, vocab_size, dtype = tokenizer_of(args.tokenizer)
     count, tokens = write_dataset(documents, encode, eod, dtype, Path(args.output_prefix))
+    print(told(source))
     print(advice(args.output_prefix, count, tokens, vocab_size))
     return 0
+
+
+def told(source: TextSource) -> str:
+    """What was read, skipped and left out."""
+    counts = ", ".join(f"{n} {what}" for what, n in sorted(source.counts.items()) if n)
+    return "\n".join([f"read: {counts}", *(f"note: {said}" for said in source.skipped)])
 
 
 def advice(prefix: str | Path, documents: int, tokens: int, vocab_size: int) -> str:
@@ -76,6 +94,9 @@ def _whole_or_not_at_all(prefix: Path) -> Iterator[Path]:
         yield partial
         for suffix in (".bin", ".idx"):
             Path(f"{partial}{suffix}").replace(f"{prefix}{suffix}")
+        # Megatron's index of what was there before, which it would take for this one's.
+        for cache in prefix.glob("cache/*_indices"):
+            shutil.rmtree(cache, ignore_errors=True)
     finally:
         for suffix in (".bin", ".idx"):
             Path(f"{partial}{suffix}").unlink(missing_ok=True)
@@ -96,7 +117,7 @@ def write_dataset(
         builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=dtype)
         for text in documents:
             if not text:
-                continue
+                continue  # an empty document would be an end of a document alone
             ids = np.append(encode(text), eod)
             builder.add_document(ids, [len(ids)])  # it takes arrays as well as tensors
             count, tokens = count + 1, tokens + len(ids)
@@ -117,7 +138,10 @@ def tokenizer_of(path: str | None) -> tuple[Encode, int, int, type]:
         tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # tokenizers raises bare Exception for a missing or broken file
         raise ConfigError(f"--tokenizer {path}: not a readable tokenizer.json ({error})") from None
-    size = tokenizer.get_vocab_size()
+    # The file's own settings for a model's inputs, which would cut a corpus, and fill it up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    size = 1 + max(tokenizer.get_vocab().values(), default=0)  # ids need not be without gaps
     dtype = np.uint16 if size < 65535 else np.int32
 
     def encode(text: str) -> np.ndarray:
@@ -130,40 +154,25 @@ def _encode_bytes(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
 
-def _documents(inputs: Sequence[str], suffixes: tuple[str, ...], field: str) -> Iterator[str]:
+def _documents(
+    inputs: Sequence[str], suffixes: tuple[str, ...], source: TextSource
+) -> Iterator[str]:
     for name in inputs:
         path = Path(sysconfig.get_path("stdlib")) if name == STDLIB else Path(name)
         if not path.exists():
             raise ConfigError(f"{name}: there is no such file or folder")
-        files = [path] if path.is_file() else _files(path, suffixes)
-        for file in files:
-            if file.name.endswith((".jsonl", ".json.gz", ".jsonl.gz")):
-                yield from lines_of(file, field)
-            else:
-                yield file.read_text(errors="replace")
+        for file in [path] if path.is_file() else _files(path, suffixes, source):
+            yield from source.documents(file, in_folder=path.is_dir())
 
 
-def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+def _files(folder: Path, suffixes: tuple[str, ...], source: TextSource) -> list[Path]:
     """Sorted, so that the dataset is the same on every machine; installed packages are left out."""
-    return sorted(
-        file
-        for file in folder.rglob("*")
-        if file.is_file() and file.suffix in suffixes and "site-packages" not in file.parts
-    )
-
-
-def lines_of(file: Path, field: str) -> Iterator[str]:
-    number = 0
-    try:
-        with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as lines:
-            for line in lines:
-                number += 1
-                if line.strip():
-                    yield json.loads(line)[field]
-    except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: broken after line {number} ({error})") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    files = [f for f in folder.rglob("*") if f.is_file() and "site-packages" not in f.parts]
+    found = sorted(file for file in files if file.suffix in suffixes)
+    source.counts[f"files left out, not being {', '.join(suffixes)}"] += len(files) - len(found)
+    if not found:
         raise ConfigError(
-            f"{file}, line {number}: expected a JSON object with the field {field!r} "
-            f"({type(error).__name__}: {error})"
-        ) from None
+            f"{folder}: none of its {len(files)} files ends in {', '.join(suffixes)}; say which are "
+            "meant by --suffix"
+        )
+    return found
