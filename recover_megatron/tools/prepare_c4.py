@@ -20,7 +20,7 @@ from typing import Any
 
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools import prepare_data
-from recover_megatron.tools.text_source import STOP
+from recover_megatron.tools.text_source import STOP, TextSource
 from recover_megatron.trace import write_atomically
 
 _FORMAT = 2  # of what this program makes of the same file and settings
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         )
     shards = merge([folder / shard_name(file) for file in files], args.output_prefix)
     documents, tokens = sum(s.documents for s in shards), sum(s.tokens for s in shards)
-    source = prepare_data.TextSource(args.field)
+    source = TextSource(args.field)
     for shard in shards:
         source.counts.update(shard.counts)
         source.skipped += shard.skipped
@@ -231,7 +231,7 @@ def make_shard(file: Path, settings: Settings, expected: str | None) -> Shard:
     if expected is not None and found != expected:
         raise ConfigError(f"{file}: its SHA-256 is {found}, expected {expected}")
     encode, eod, _, dtype = prepare_data.tokenizer_of(settings.tokenizer or None)
-    source = prepare_data.TextSource(settings.field, settings.on_error)
+    source = TextSource(settings.field, settings.on_error)
     note.unlink(missing_ok=True)  # or it would vouch for what is now made
     try:
         texts = source.documents(file)

@@ -172,7 +172,7 @@ def _files(folder: Path, suffixes: tuple[str, ...], source: TextSource) -> list[
     source.counts[f"files left out, not being {', '.join(suffixes)}"] += len(files) - len(found)
     if not found:
         raise ConfigError(
-            f"{folder}: none of its {len(files)} files ends in {', '.join(suffixes)}; say which are "
-            "meant by --suffix"
+            f"{folder}: none of its {len(files)} files ends in {', '.join(suffixes)}; name other "
+            "endings with --suffix"
         )
     return found

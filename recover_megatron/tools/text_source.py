@@ -25,11 +25,11 @@ from recover_megatron.errors import ConfigError
 STOP, SKIP = "stop", "skip"
 _HEAD = 1 << 16
 # By the first bytes of a file: what we read ...
-_COMPRESSED: tuple[tuple[bytes, Callable[[Path], IO[bytes]]], ...] = (
-    (b"\x1f\x8b", lambda path: gzip.open(path, "rb")),  # type: ignore[return-value]
-    (b"BZh", lambda path: bz2.open(path, "rb")),  # type: ignore[return-value]
-    (b"\xfd7zXZ\x00", lambda path: lzma.open(path, "rb")),  # type: ignore[return-value]
-    (b"\x28\xb5\x2f\xfd", lambda path: io.BufferedReader(zstandard.open(path, "rb"))),
+_COMPRESSED: tuple[tuple[bytes, Callable[..., Any]], ...] = (
+    (b"\x1f\x8b", gzip.open),
+    (b"BZh", bz2.open),
+    (b"\xfd7zXZ\x00", lzma.open),
+    (b"\x28\xb5\x2f\xfd", zstandard.open),
 )
 # ... and what we do not.
 _REFUSED = (
@@ -163,7 +163,7 @@ def open_any(path: Path) -> IO[bytes]:
         head = file.read(8)
     for magic, opener in _COMPRESSED:
         if head.startswith(magic):
-            return opener(path)
+            return io.BufferedReader(opener(path, "rb"))
     return path.open("rb")
 
 
