@@ -28,26 +28,40 @@ def has_quorum(before: Iterable[int], survivors: Iterable[int], dead: Iterable[i
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank lives. Prints as `host pid`."""
+    """Where a rank lives. Prints as `host pid started namespace`.
+
+    Numbers of processes are used again, so the moment at which the process started belongs to it;
+    and containers have numbers of their own, which mean nothing in another `namespace`.
+    """
 
     host: str
     pid: int
+    started: str = "?"  # in the kernel's ticks
+    namespace: str = "?"
+
+    @property
+    def name(self) -> str:
+        """As a witness names it."""
+        return f"{self.host} {self.pid}"
 
     def __str__(self) -> str:
-        return f"{self.host} {self.pid}"
+        return f"{self.host} {self.pid} {self.started} {self.namespace}"
+
+
+def own_place(host: str) -> Place:
+    return Place(host, os.getpid(), started(os.getpid()) or "?", _namespace())
 
 
 def parse_place(text: str) -> Place:
-    host, pid = text.split()
-    return Place(host, int(pid))
+    host, pid, began, namespace = text.split()
+    return Place(host, int(pid), began, namespace)
 
 
 def gather_places(transport: Any, host: str) -> list[Place]:
     """Of all ranks, by rank. Every rank calls it, at start-up, with its host's name."""
-    mine = Place(host, os.getpid())
     return [
         parse_place(place.decode())
-        for place in transport.share(str(mine).encode(), range(transport.size))
+        for place in transport.share(str(own_place(host)).encode(), range(transport.size))
     ]
 
 
@@ -65,6 +79,7 @@ class Evidence:
         self._places = places
         self._here = host
         self._told = told
+        self._namespace = _namespace()
 
     def __call__(self, among: Iterable[int] | None = None) -> frozenset[int]:
         """Of the ranks `among`, or of all."""
@@ -73,15 +88,32 @@ class Evidence:
         return frozenset(rank for rank in ranks if self._is_dead(self._places[rank], told))
 
     def _is_dead(self, place: Place, told: frozenset[str]) -> bool:
-        if place.host in told or str(place) in told:
+        if place.host in told or place.name in told:
             return True
-        return place.host == self._here and not running(place.pid)
+        here = place.host == self._here and place.namespace in ("?", self._namespace)
+        return here and not running(place.pid, place.started)
 
 
-def running(pid: int) -> bool:
-    """False if the process is gone, or has ended and waits for its parent (a zombie)."""
+def running(pid: int, began: str = "?") -> bool:
+    """False if the process is gone, or has ended and waits for its parent (a zombie), or if its
+    number is another one's now, that did not start when `began` says."""
+    found = started(pid)
+    return found is not None and began in ("?", found)
+
+
+def started(pid: int) -> str | None:
+    """When a process started, in the kernel's ticks since the host's start; None if it has ended."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
+        status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
+        return None
+    fields = status.rpartition(")")[2].split()
+    return None if not fields or fields[0] in ("Z", "X") else fields[19]
+
+
+def _namespace() -> str:
+    """In which process numbers mean the same."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "?"

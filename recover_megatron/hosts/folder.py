@@ -3,7 +3,7 @@
 One per host and job, made by the witness in the host's own temporary folder (mode 0700). Whoever
 writes a file does it atomically; nobody waits for the other.
 
-    ranks/PID   this rank has started (the rank)
+    ranks/PID   this rank has started, and when, in the kernel's ticks (the rank)
     dead        lines `HOST` or `HOST PID`: proven dead, elsewhere too (the witness)
     silent      lines `HOST`: not heard of for long, dead or not (the witness)
     addresses   lines `HOST ADDRESS`, all of each host (the witness)
@@ -58,7 +58,7 @@ class HostFolder:
     def write_lines(self, name: str, lines: Iterable[str]) -> None:
         self.write(name, "".join(f"{line}\n" for line in sorted(lines)))
 
-    def ranks(self) -> frozenset[int]:
-        """The processes that have said that they are ranks of this host."""
-        found = (p.name for p in (self.path / "ranks").glob("*"))
-        return frozenset(int(name) for name in found if name.isdigit())
+    def ranks(self) -> dict[int, str]:
+        """The processes that have said that they are ranks of this host, and when each started."""
+        found = [p for p in (self.path / "ranks").glob("*") if p.name.isdigit()]
+        return {int(p.name): p.read_text().strip() or "?" for p in found}

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 
-from recover_megatron.collectives.quorum import running
+from recover_megatron.collectives.quorum import running, started
 from recover_megatron.hosts.folder import FOLDER, HOST, WITNESS_PID, HostFolder
 
 
@@ -20,7 +20,8 @@ class RankOnHost:
         self._witness_pid = int(os.environ[WITNESS_PID])
         self._cut: frozenset[str] = frozenset()
         self.has_quorum_without: Callable[[frozenset[str]], bool] = lambda hosts: True
-        self.folder.write(f"ranks/{os.getpid()}")
+        self._witness_began = started(self._witness_pid) or "?"
+        self.folder.write(f"ranks/{os.getpid()}", started(os.getpid()) or "?")
 
     @classmethod
     def if_any(cls) -> RankOnHost | None:
@@ -36,7 +37,7 @@ class RankOnHost:
         after a time-out. A minority leaves before it has called anyone failed: what it said would
         reach the majority if the link healed, and end it.
         """
-        if not running(self._witness_pid):
+        if not running(self._witness_pid, self._witness_began):
             return "its host's witness has ended"
         silent = self.folder.lines("silent")
         if silent - self._cut:

@@ -19,7 +19,7 @@ from typing import Any
 
 from recover_megatron.hosts.agent import URI
 from recover_megatron.hosts.folder import HostFolder
-from recover_megatron.hosts.tunnel import Tunnel, address_towards
+from recover_megatron.hosts.tunnel import Tunnel, address_towards, log
 from recover_megatron.hosts.witness import Witness
 
 _END_S = 10.0  # from the end of this host's ranks to that of all others
@@ -61,15 +61,19 @@ def _serve(order: dict[str, Any], folder: HostFolder) -> int:
         start_new_session=True,
     )
     signal.signal(signal.SIGTERM, lambda number, frame: _kill_group(daemon))
-    print(f"relay on {host}: daemon {daemon.pid}, witness at {here}:{witness.port}", flush=True)
-    code = _wait(daemon, tunnel, witness, mpirun_is_fenced)
+    log(f"relay on {host}: daemon {daemon.pid}, witness at {here}:{witness.port}")
+    try:
+        code = _wait(daemon, tunnel, witness, mpirun_is_fenced)
+    except BaseException:
+        _kill_group(daemon)  # it must not live on without a witness
+        raise
     if code is None:
         code = daemon.wait()
         # The end of mpirun alone proves nothing: the launcher ends it when the job is over.
         if launcher_name in folder.lines("dead") | folder.lines("silent"):
-            _in_the_launchers_place(order["orphaned"], witness)
+            _in_the_launchers_place(order["orphaned"], witness, launcher_name)
     witness.stop()
-    print(f"relay on {host}: ends, daemon's code {code}", flush=True)
+    log(f"relay on {host}: ends, daemon's code {code}")
     return code
 
 
@@ -89,15 +93,17 @@ def _wait(
         if witness.left != 0:
             continue
         if tunnel.far_lost.is_set() or mpirun_is_fenced() or witness.folder.has("no_quorum"):
-            print("relay: mpirun is out of reach and no rank is left here", flush=True)
+            log("relay: mpirun is out of reach and no rank is left here")
             _kill_group(daemon)
             return None
 
 
-def _in_the_launchers_place(orphaned: dict[str, list[str]], witness: Witness) -> None:
+def _in_the_launchers_place(
+    orphaned: dict[str, list[str]], witness: Witness, launcher: str
+) -> None:
     """The launcher's host was lost and the job has ended all the same: its last duty, such as to
-    end the Slurm job, is done from here. Other hosts may do it as well, but not those that had to
-    leave: the job goes on elsewhere."""
+    end the Slurm job, is done from one of the hosts that are left. Not from those that had to leave:
+    the job goes on elsewhere."""
     if witness.folder.has("no_quorum"):
         return
     limit = time.monotonic() + _END_S
@@ -106,7 +112,9 @@ def _in_the_launchers_place(orphaned: dict[str, list[str]], witness: Witness) ->
     (code,) = witness.folder.lines("done") or ("",)
     command = orphaned.get(code) or orphaned.get("")
     if code and command:
-        print(f"relay: in the launcher's place: {' '.join(command)}", flush=True)
+        if not witness.take_duty(launcher):
+            return
+        log(f"relay: in the launcher's place: {' '.join(command)}")
         with contextlib.suppress(OSError):
             subprocess.run(command, timeout=_END_S, check=False)
 

@@ -6,12 +6,19 @@ import contextlib
 import hmac
 import selectors
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
 import psutil
 
 _BLOCK = 1 << 16
+
+
+def log(text: str) -> None:
+    """A line for the host's log, which may be gone with the shell that started this."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 class Tunnel:
@@ -52,8 +59,9 @@ class Tunnel:
             threading.Thread(target=self._connect, args=(client,), daemon=True).start()
 
     def _connect(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        try:
             if self._admit and not admits(client, self._admit):
+                log("tunnel: a client without the job's password was refused")
                 client.close()
                 return
             target = socket.create_connection(self._target)
@@ -61,9 +69,18 @@ class Tunnel:
                 target.sendall(f"{self._present}\n".encode())
             for end in (client, target):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.joined.set()
-            near, far = (target, client) if self._protect_target else (client, target)
+        except OSError as error:
+            log(f"tunnel: no way to {self._target[0]}:{self._target[1]} ({error})")
+            client.close()  # it would wait for ever
+            return
+        self.joined.set()
+        near, far = (target, client) if self._protect_target else (client, target)
+        try:
             self._pump(near, far)
+        except OSError as error:  # of the near end: of the far one it is hidden
+            log(f"tunnel: the near end failed ({error})")
+            self.ended.set()
+            far.close()
 
     def _pump(self, near: socket.socket, far: socket.socket) -> None:
         with selectors.DefaultSelector() as ready:

@@ -13,6 +13,7 @@ Lines between witnesses, after the job's password:
     dead PID                 a rank of the sender's host has ended
     left N                   so many of its ranks are running
     done CODE                the job has ended with this code
+    duty                     the sender does what the launcher's host, being lost, cannot
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from dataclasses import dataclass, field
 
 from recover_megatron.collectives.quorum import running
 from recover_megatron.hosts.folder import HostFolder
-from recover_megatron.hosts.tunnel import admits, own_addresses
+from recover_megatron.hosts.tunnel import admits, log, own_addresses
 
 _POLL_S = 0.05
 _BEAT_S = 1.0
 # A shorter outage is ridden out by TCP. Less than MPI's own heartbeat (tools/mpirun.py), which
 # finds the ranks of a host one by one.
 SILENT_S = 15.0
+_RETRY_EVERY_S, _RETRY_S = 1.0, 600.0  # of a link that failed
+_DUTY_S = 3.0  # within which a host says that it acts in the launcher's place
 _NEVER_MS = 7 * 24 * 3600 * 1000
 
 
@@ -61,12 +64,13 @@ class Witness:
         self.left: int | None = None
         self.peers: dict[str, Peer] = {}
         self._password = password
-        self._ranks: set[int] = set()
+        self._ranks: dict[int, str] = {}  # ever seen here, and when each started
         self._running: set[int] = set()
         self._dead: set[str] = set()
         self._told_done = False
         self._beat = 0.0
         self._stopped = threading.Event()
+        self.duty_done = threading.Event()  # by some host
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._addresses = {f"{name} {own}" for own in own_addresses()}
         folder.write_lines("addresses", self._addresses)
@@ -80,8 +84,8 @@ class Witness:
         """`launcher` is the address of the launcher's witness; None for that one itself."""
         self._introduces = launcher is None
         threading.Thread(target=self._accept, daemon=True).start()
-        if launcher is not None:
-            self._connect(*launcher)
+        if launcher is not None and not self._try_to_connect(launcher):
+            threading.Thread(target=self._connect, args=(launcher,), daemon=True).start()
         self._thread.start()
 
     def stop(self) -> None:
@@ -115,13 +119,27 @@ class Witness:
                 return
         link.close()
 
-    def _connect(self, address: str, port: int) -> None:
-        with contextlib.suppress(OSError):  # it has died meanwhile: the others will say so
-            link = socket.create_connection((address, port), timeout=30)
+    def _connect(self, where: tuple[str, int], name: str = "") -> None:
+        """Until it succeeds, the peer is known to be lost, or _RETRY_S have passed."""
+        limit = time.monotonic() + _RETRY_S
+        while time.monotonic() < limit and not self._stopped.wait(_RETRY_EVERY_S):
+            lost = self.folder.lines("dead") | self.folder.lines("fenced")
+            if name in lost or self._try_to_connect(where):
+                return
+        if not self._stopped.is_set():
+            log(f"witness on {self.name}: gave up {where[0]}:{where[1]}")
+
+    def _try_to_connect(self, where: tuple[str, int]) -> bool:
+        try:
+            link = socket.create_connection(where, timeout=30)
             link.settimeout(None)
             link.sendall(f"{self._password}\n".encode())
             self._introduce_ourselves(link)
-            self._add(link)
+        except OSError as error:
+            log(f"witness on {self.name}: no link to {where[0]}:{where[1]} ({error}); tried again")
+            return False
+        self._add(link)
+        return True
 
     def _introduce_ourselves(self, link: socket.socket) -> None:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _NEVER_MS)
@@ -150,8 +168,12 @@ class Witness:
             data = peer.link.recv(1 << 16)
         except ConnectionResetError:
             data = b""
-        except OSError:
+        except OSError as error:
             self._ready.unregister(peer.link)  # unreachable: no proof
+            log(f"witness on {self.name}: the link to {peer.name or 'a peer'} failed ({error})")
+            if peer.name:
+                where = (peer.address, peer.port)
+                threading.Thread(target=self._connect, args=(where, peer.name), daemon=True).start()
             return
         if not data:
             self._ready.unregister(peer.link)
@@ -174,20 +196,47 @@ class Witness:
                 peer.name, peer.address, peer.port = name, address, int(port)
                 self._addresses |= {f"{name} {each}" for each in addresses}
                 self.folder.write_lines("addresses", self._addresses)
+                self._supersede(self.peers.get(name))
                 self.peers[name] = peer
                 if self.left is not None:
                     self._say(peer, f"left {self.left}")
-            case ["peer", _, address, port]:
-                threading.Thread(
-                    target=self._connect, args=(address, int(port)), daemon=True
-                ).start()
+            case ["peer", name, address, port]:
+                where = (address, int(port))
+                threading.Thread(target=self._connect, args=(where, name), daemon=True).start()
             case ["dead", pid]:
                 self._prove_dead(f"{peer.name} {pid}")
             case ["left", number]:
                 peer.left = int(number)
+            case ["duty"]:
+                self.duty_done.set()
             case ["done", code]:
                 if not self.folder.has("done"):
                     self.folder.write("done", f"{code}\n")
+
+    def _supersede(self, old: Peer | None) -> None:
+        """A peer that was taken for lost has a new link: the end of the old one proves nothing."""
+        if old is not None:
+            old.name = ""
+            with contextlib.suppress(KeyError, ValueError):
+                self._ready.unregister(old.link)
+
+    def take_duty(self, lost: str) -> bool:
+        """True at one of the hosts that are left, which is to act in the place of the host `lost`.
+        Every relay asks once the job is over, and the first in order of their names does it; the
+        next one waits a while for it, and so on."""
+        with self._lock:
+            gone = {lost, *self.folder.lines("fenced"), *self.folder.lines("silent")}
+            gone |= {p.name for p in self.peers.values() if p.gone and p.name in self._dead}
+            order = sorted({self.name, *self.peers} - gone)
+        for _ in range(order.index(self.name) if self.name in order else len(order)):
+            if self.duty_done.wait(_DUTY_S):
+                return False
+        if self.duty_done.is_set():
+            return False
+        self.duty_done.set()
+        with self._lock:
+            self._say_to_all("duty")
+        return True
 
     def _say(self, peer: Peer, line: str) -> None:
         if not (peer.gone or peer.silent):
@@ -201,9 +250,10 @@ class Witness:
     # --- what is seen on this host ---------------------------------------------------------------
 
     def _look_at_ranks(self) -> None:
-        new = self.folder.ranks() - self._ranks
-        ended = {pid for pid in self._running | new if not running(pid)}
-        self._ranks |= new
+        ranks = self.folder.ranks()
+        new = set(ranks) - set(self._ranks)
+        self._ranks |= ranks
+        ended = {pid for pid in self._running | new if not running(pid, self._ranks[pid])}
         self._running = (self._running | new) - ended
         for pid in sorted(ended):
             self._prove_dead(f"{self.name} {pid}")

@@ -184,6 +184,11 @@ class Driver:
         self.world = self._communicator.repair(before)
         repair_s = time.time() - started
         self.repair_s += repair_s
+        self.announce(before, step, repair_s)
+        return self.world
+
+    def announce(self, before: World, step: int | None, repair_s: float) -> None:
+        """Tell all who want to know that the world `before` has become the present one."""
         lost = sorted(set(before.replicas) - set(self.world.replicas))
         self._emit(
             "repaired",
@@ -195,7 +200,6 @@ class Driver:
         )
         for callback in self._on_repair:
             callback(self.world)
-        return self.world
 
 
 def _facts(state: machine.State) -> dict[str, Any]:

@@ -276,16 +276,37 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("yaml_cfg", (None,), "the job's shape is read from the command line"),
     ("reuse_grad_buf_for_mxfp8_param_ag", (False,), "parameters share the gradient buffer"),
     ("save_wgrads_interval", (None,), "gradients are not there where it looks for them"),
+    (
+        "ddp_param_name_patterns_for_fp32_local_accumulation",
+        ([], (), None),
+        "it keeps the gradient outside of Megatron's gradient buffers",
+    ),
+    ("step_batch_size_schedule", (None,), "the smallest batch must be known at the start"),
+    ("fim_data", (False,), "what it draws depends on the order in which samples are read"),
+    ("perform_rl_step", (False,), "its roll-outs are one replica's own"),
+    ("adlr_autoresume", (False,), "it ends one replica without the others"),
+    ("log_straggler", (False,), "all replicas of a host would listen on the same port"),
+    ("ckpt_convert_format", (None,), "every replica would write the same files"),
+    ("moe_use_upcycling", (False,), "every replica would write the same files"),
+    ("save_dgrads_interval", (None,), "every replica would write the same files"),
+    ("save_activations_interval", (None,), "every replica would write the same files"),
+    ("save_params_interval", (None,), "every replica would write the same files"),
+    ("save_tokens_per_expert_interval", (None,), "every replica would write the same files"),
+    ("moe_routing_trace_path", (None,), "every replica would write the same files"),
+    ("logits_save_dir", (None,), "every replica would write the same files"),
+    ("logits_load_dir", (None,), "logits are not kept by microbatch"),
+    ("fake_process_group", (False,), "nothing would be reduced inside a replica"),
 )
 
 
-def refuse_unsupported(args: argparse.Namespace) -> None:
+def refuse_unsupported(args: argparse.Namespace, layout: ReplicaLayout, replica_id: int) -> None:
     """Raises ConfigError, after Megatron's own validation, for what --recover cannot do right."""
     for name, allowed, reason in _UNSUPPORTED:
         value = getattr(args, name, allowed[0])
         if value not in allowed:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} {value} is not supported with --recover: {reason}")
+    _own_faults(args, layout, replica_id)
     balancing = getattr(args, "moe_router_load_balancing_type", None) or []
     for name in ("global_aux_loss", "quantile_balancing"):
         if name in balancing:
@@ -304,3 +325,25 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
     scope = [str(s) for s in getattr(args, "cuda_graph_scope", None) or []]
     if any("full_iteration" in s for s in scope):
         raise ConfigError("--cuda-graph-scope full_iteration would freeze the recovery hooks")
+
+
+def _own_faults(args: argparse.Namespace, layout: ReplicaLayout, replica_id: int) -> None:
+    """Megatron's own fault injector (--fault-injector-*, from core_v0.18 on) knows the ranks of one
+    replica only, so its faults would strike every replica alike. Ranks that are named are taken for
+    the job's; a number of random ones strikes the last replica."""
+    named = getattr(args, "fault_injector_ranks", None)
+    if named is not None:
+        try:
+            ranks = [int(rank) for rank in str(named).split(",")]
+        except ValueError:
+            raise ConfigError(
+                f"--fault-injector-ranks {named}: expected numbers with commas between them"
+            ) from None
+        if outside := [rank for rank in ranks if not 0 <= rank < layout.ranks]:
+            raise ConfigError(
+                f"--fault-injector-ranks {named}: rank {outside[0]} is not in 0..{layout.ranks - 1}"
+            )
+        own = [layout.position_of(r) for r in ranks if layout.replica_of(r) == replica_id]
+        args.fault_injector_ranks = ",".join(map(str, own)) or None
+    if replica_id != layout.replicas - 1 and hasattr(args, "fault_injector_num_ranks"):
+        args.fault_injector_num_ranks = None

@@ -243,8 +243,11 @@ class Checkpoints:
         minutes = getattr(args, "exit_duration_in_mins", None)
         self._limit_s = None if minutes is None else 60.0 * minutes
         args.exit_duration_in_mins = None
-        if getattr(args, "exit_signal_handler", False):
-            args.exit_signal_handler = False
+        handlers = ("exit_signal_handler", "exit_signal_handler_for_training")
+        asked = [name for name in handlers if getattr(args, name, False)]
+        for name in asked:
+            setattr(args, name, False)
+        if asked:
             number = getattr(args, "exit_signal", signal.SIGTERM)
             ask = self._session.communicator.ask_to_stop
             signal.signal(number, lambda *_: ask(SIGNALLED))

@@ -9,10 +9,12 @@ data, else in schedule.py (A, B, C), checkpoints.py (E) and logs.py.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -156,7 +158,7 @@ class Hooks:
     def _validate_args(self, stock: Callable[..., Any], args: Any, *rest: Any, **more: Any) -> Any:
         result = stock(args, *rest, **more)
         args = self._session.args = args if result is None else result
-        refuse_unsupported(args)
+        refuse_unsupported(args, self._session.layout, self._session.replica_id)
         if getattr(args, "rerun_mode", "disabled") != "disabled":
             # Its decision to repeat a step is one replica's: the others would wait for it.
             if self._session.speaks:
@@ -227,6 +229,10 @@ class Hooks:
             for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")
             for word in getattr(args, name, None) or ()
         ]
+        if path := getattr(args, "data_args_path", None):
+            words += Path(path).read_text(encoding="utf-8").split()
+        if path := getattr(args, "per_split_data_args_path", None):
+            words += [w for part in json.loads(Path(path).read_text()).values() for w in part or ()]
         prefixes = [word for word in map(str, words) if os.path.isfile(f"{word}.idx")]
         for said in sweep(list(dict.fromkeys(prefixes)), getattr(args, "data_cache_path", None)):
             self._session.terminal.say(said)

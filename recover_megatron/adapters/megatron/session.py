@@ -230,6 +230,8 @@ def start(argv: Sequence[str]) -> Session:
     _follow_membership(session, seen_dead, places)
     if on_host is not None:
         _judge_hosts(on_host, driver, layout, places, evidence)
+    if len(world.replicas) < layout.replicas:
+        driver.announce(World.initial(layout), None, 0.0)
     trace.emit("started", host=host, pid=os.getpid(), ranks=layout.ranks)
     return session
 
@@ -284,7 +286,7 @@ def _follow_membership(
     session: Session, seen_dead: Sequence[Sequence[int]], places: Sequence[Place]
 ) -> None:
     """The console follows the leader, who says each membership change in one line."""
-    before = session.driver.world
+    before = World.initial(session.layout)
 
     def changed(world: World) -> None:
         nonlocal before
