@@ -102,7 +102,7 @@ def running(pid: int, began: str = "?") -> bool:
 
 
 def started(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks since the host's start; None if it has ended."""
+    """When a process started, in ticks since its host did; None if it has ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):

@@ -300,6 +300,8 @@ class ScriptedJob:
         # Whoever died after the decision did not change it; the answer is uniform either way.
         answer = votes if not dead or (late and self._random.random() < 0.5) else 0
         self._note(f"agreement: {'yes' if answer & 1 else 'no'}")
+        for call in here:  # what the dead said counts in this agreement only
+            self._last_words.pop(call.rank, None)
         for call in calls:
             self._release(call, answer)
 

@@ -102,8 +102,8 @@ def _in_the_launchers_place(
     orphaned: dict[str, list[str]], witness: Witness, launcher: str
 ) -> None:
     """The launcher's host was lost and the job has ended all the same: its last duty, such as to
-    end the Slurm job, is done from one of the hosts that are left. Not from those that had to leave:
-    the job goes on elsewhere."""
+    end the Slurm job, is done from one of the hosts that are left. Not from those that had to
+    leave: the job goes on elsewhere."""
     if witness.folder.has("no_quorum"):
         return
     limit = time.monotonic() + _END_S
