@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recover_megatron"
 FILES = sorted(PACKAGE.rglob("*.py"))
-FOUNDATION = {"world", "errors", "config", "trace", "faults", "inject", "console"}
+FOUNDATION = {"world", "errors", "config", "trace", "faults", "inject", "console", "tracker"}
 # A layer may import the layers named here, itself and the foundation. The design draws workload on
 # top; it stands below recovery here, since the machine validates every assignment (docs/design.md).
 MAY_IMPORT = {

@@ -23,7 +23,7 @@ from recover_megatron.adapters.megatron.arguments import (
 from recover_megatron.adapters.megatron.session import EXIT_TOO_FEW
 from recover_megatron.config import RecoveryConfig, flag_name
 from recover_megatron.errors import ConfigError
-from recover_megatron.tools import cli, launch, mpirun
+from recover_megatron.tools import cli, launch, mpirun, verdict
 from recover_megatron.tools.launch_hosts import Host, parse_hosts, placement, without_spares
 from recover_megatron.tools.rehearsal import SCRIPT
 from recover_megatron.trace import Trace
@@ -226,16 +226,16 @@ def test_an_mpirun_that_outlives_its_ranks_is_killed(monkeypatch, capsys):
 
 def test_a_job_in_which_nobody_reached_the_end_is_a_failure(tmp_path: Path, capsys):
     Trace(str(tmp_path), 1, 0).emit("died", reason="ValueError: of me")
-    assert mpirun.exit_code(0, tmp_path / "exit_code") == 1
+    assert verdict.exit_code(0, tmp_path / "exit_code") == 1
     error = capsys.readouterr().err
     assert "no replica reached its end" in error
     assert "the first to die was replica 1, position 0: ValueError: of me" in error
     (tmp_path / "exit_code").write_text("3\n")
-    assert mpirun.exit_code(0, tmp_path / "exit_code") == 3
+    assert verdict.exit_code(0, tmp_path / "exit_code") == 3
 
 
 def restarted(tmp_path: Path, command: str) -> int:
-    return launch._restart(command, mpirun.EXIT_NOBODY, tmp_path)
+    return launch._restart(command, verdict.EXIT_NOBODY, tmp_path)
 
 
 def test_a_job_that_has_lost_all_replicas_is_started_again(tmp_path: Path, capfd):
@@ -245,12 +245,12 @@ def test_a_job_that_has_lost_all_replicas_is_started_again(tmp_path: Path, capfd
     out, error = capfd.readouterr()
     assert out == f"{tmp_path}\n"
     assert "recover: restarting: " in error
-    assert restarted(tmp_path, "/no/such/program") == mpirun.EXIT_NOBODY
+    assert restarted(tmp_path, "/no/such/program") == verdict.EXIT_NOBODY
 
 
 def test_a_job_that_has_committed_nothing_is_not_started_again(tmp_path: Path, capfd):
     Trace(str(tmp_path), 0, 0).emit("started")
-    assert restarted(tmp_path, sys.executable) == mpirun.EXIT_NOBODY
+    assert restarted(tmp_path, sys.executable) == verdict.EXIT_NOBODY
     assert "not restarted, since no iteration was committed" in capfd.readouterr().err
 
 
@@ -270,7 +270,7 @@ def test_nan_in_several_replicas_at_once_is_said_to_be_no_hardware_fault(tmp_pat
     for replica in (0, 1):
         reason = "RuntimeError: Rank 0: found NaN in local grad norm"
         Trace(str(tmp_path), replica, 0).emit("died", reason=reason)
-    assert mpirun.exit_code(0, tmp_path / "exit_code") == 1
+    assert verdict.exit_code(0, tmp_path / "exit_code") == 1
     assert "2 replicas found NaN at once, so the data or the model" in capsys.readouterr().err
 
 

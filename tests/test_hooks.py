@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from recover_megatron.adapters.megatron.data import MicrobatchFeed, load_streams, save_streams
+from recover_megatron.adapters.megatron.data import (
+    MicrobatchFeed,
+    load_streams,
+    save_streams,
+    streams_to_start_with,
+)
 from recover_megatron.adapters.megatron.gradients import GradientBuckets
 from recover_megatron.adapters.megatron.replicas import fingerprint, odd_replicas
 from recover_megatron.config import RecoveryConfig
@@ -130,10 +135,33 @@ def test_with_streams_the_feed_goes_on_where_this_replicas_stream_stands():
 def test_stream_positions_are_kept_beside_the_checkpoint(tmp_path):
     streams = Streams((2, 4, 0), first=1)
     save_streams(str(tmp_path), 7, streams)
-    assert load_streams(str(tmp_path), 7, 99, 3) == streams
-    assert load_streams(str(tmp_path), 7, 99, 2) == Streams((0, 0), first=12)
-    assert load_streams(str(tmp_path), 8, 99, 3) == Streams((0, 0, 0), first=99)
+    assert load_streams(str(tmp_path), 7, 1) == streams
+    assert load_streams(str(tmp_path), 8, 1) is None
     assert [p.name for p in (tmp_path / "recover_streams").iterdir()] == ["iter_0000007.json"]
+
+
+def test_where_they_cannot_be_kept_beside_it_they_are_kept_inside(tmp_path):
+    (tmp_path / "recover_streams").write_text("a file where the folder should be")
+    streams = Streams((2, 4, 0), first=1)
+    save_streams(str(tmp_path), 7, streams)
+    assert load_streams(str(tmp_path), 7, 1) == streams
+
+
+def test_streams_are_honoured_in_samples_or_refused():
+    """Two replicas have trained on 32 samples, one at a time; then on 14 and 4 more."""
+    even, uneven = Streams((16, 16)), Streams((28, 4))
+    assert streams_to_start_with(even, "versatile", 32, 2, 1) == even
+    assert streams_to_start_with(even, "versatile", 32, 2, 2) == Streams((0, 0), 16, 2)
+    assert streams_to_start_with(even, "versatile", 32, 4, 3) == Streams((0,) * 4, 10, 3, 2)
+    assert streams_to_start_with(even, "exact", 32, 2, 1) is None
+    assert (uneven.end, uneven.skipped) == (55, 23)
+    assert streams_to_start_with(uneven, "versatile", 32, 2, 1) == uneven
+    assert streams_to_start_with(uneven, "versatile", 32, 3, 1) == Streams((0, 0, 0), 55)
+    with pytest.raises(ConfigError, match="first 55 samples 23 were not trained on"):
+        streams_to_start_with(uneven, "exact", 32, 2, 1)
+    assert streams_to_start_with(None, "versatile", 32, 2, 4) == Streams((0, 0), 8, 4)
+    with pytest.raises(ConfigError, match="exact would go on at sample 16"):
+        streams_to_start_with(even, "exact", 16, 2, 1)
 
 
 def test_the_odd_replica_is_named_by_majority():

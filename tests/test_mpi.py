@@ -36,10 +36,10 @@ def said_by_ranks(output: str) -> list[str]:
 
 LAUNCHER = """
 import os, pathlib, sys
-from recover_megatron.tools import mpirun
+from recover_megatron.tools import mpirun, verdict
 folder = pathlib.Path(sys.argv[1])
 code = mpirun.run_mpirun(sys.argv[2:], os.environ, mpirun.wait_for_mpirun, folder)
-sys.exit(mpirun.exit_code(code, folder / "exit_code"))
+sys.exit(verdict.exit_code(code, folder / "exit_code"))
 """
 
 

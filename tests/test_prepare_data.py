@@ -137,7 +137,7 @@ def test_a_broken_file_of_c4_is_named_and_the_others_are_kept(tmp_path, capsys):
     assert c4(tmp_path, files) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert f"{files[1].name}: broken after line" in error
-    assert "1 of 3 files are broken" in error
+    assert "1 of 3 files could not be done" in error
     assert not (tmp_path / "c4.idx").exists()
     files[1].write_bytes(whole)
     assert c4(tmp_path, files) == 0

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron.collectives.quorum import running
+
 pytestmark = pytest.mark.timed
 CODE = """
 import sys, time
@@ -25,6 +27,7 @@ time.sleep(1)
 {then}
 time.sleep({rest})
 print("alive")
+dog.leaves(0)
 """
 
 
@@ -56,7 +59,10 @@ def test_who_waits_for_peers_may_wait(tmp_path):
 
 
 def test_before_the_first_iteration_a_long_import_is_no_hang(tmp_path):
-    code = CODE[: CODE.index("for _")] + "dog.watcher_runs(); time.sleep(2); print('alive')"
+    code = (
+        CODE[: CODE.index("for _")]
+        + "dog.watcher_runs(); time.sleep(2); print('alive'); dog.leaves(0)"
+    )
     words = [sys.executable, "-c", code, str(tmp_path / "t")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout) == (0, "alive\n")
@@ -75,7 +81,7 @@ time.sleep(2.5)
 """
 
 
-@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize("end", ["dog.leaves(0); os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_what_a_rank_has_started_ends_with_it(end):
     words = [sys.executable, "-c", HELPER.format(end=end)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=50)
@@ -85,3 +91,51 @@ def test_what_a_rank_has_started_ends_with_it(end):
     while any(Path(f"/proc/{pid}").exists() for pid in started):
         assert time.monotonic() < limit, "a helper is left"
         time.sleep(0.05)
+
+
+ENDS = {
+    "dog.leaves(5); os._exit(5)": (5, None),
+    "os._exit(0)": (-signal.SIGKILL, "its process ended by itself, with code 0"),
+    "sys.exit(1)": (-signal.SIGKILL, "its process ended by itself, with code 1"),
+    "os.abort()": (-signal.SIGKILL, "killed by SIGABRT"),
+    "ctypes.string_at(0)": (-signal.SIGKILL, "killed by SIGSEGV"),
+    "os.kill(os.getpid(), 15)": (-signal.SIGKILL, "killed by SIGTERM"),
+    "os.kill(os.getppid(), 15); time.sleep(60)": (-signal.SIGKILL, "killed by SIGTERM"),
+    "os.kill(os.getpid(), 9)": (-signal.SIGKILL, "killed by SIGKILL"),
+    "dog.last_words(); os.kill(os.getpid(), 9)": (-signal.SIGKILL, None),
+    "threading.Thread(target=os._exit, args=(0,)).start(); time.sleep(60)": (
+        -signal.SIGKILL,
+        "its process ended by itself, with code 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_every_end_but_an_orderly_one_is_a_death_by_sigkill(tmp_path, end):
+    """Which is the one that Open MPI tells the others of."""
+    code, reason = ENDS[end]
+    trace = tmp_path / "trace.r3.p1.jsonl"
+    program = (
+        "import ctypes, os, sys, threading, time\n"
+        "from recover_megatron.collectives import watchdog\n"
+        f"dog = watchdog.Watchdog(0, 0, 60.0, {str(trace)!r})\n{end}"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=50)
+    assert done.returncode == code
+    said = [json.loads(line)["reason"] for line in trace.open()] if trace.exists() else []
+    assert said == ([] if reason is None else [reason])
+
+
+def test_a_rank_dies_with_its_watchdog(tmp_path):
+    program = (
+        "import os, time\n"
+        "from recover_megatron.collectives import watchdog\n"
+        "dog = watchdog.Watchdog(0, 0, 60.0, None)\n"
+        "print(os.getpid(), flush=True); os.kill(os.getppid(), 9); time.sleep(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=50)
+    assert done.returncode == -signal.SIGKILL
+    limit = time.monotonic() + 20
+    while running(int(done.stdout)):
+        assert time.monotonic() < limit
+        time.sleep(0.02)

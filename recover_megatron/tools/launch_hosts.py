@@ -57,6 +57,10 @@ def parse_hosts(
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not 0 <= spares < max(len(words), 1):
         raise ConfigError(f"--spare-hosts {spares}: of {len(words)} hosts one at least must work")
+    names = [word.partition(":")[0] for word in words]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice or not names:
+        raise ConfigError(f"--hosts {text!r}: " + (f"{twice[0]} twice" if twice else "no host"))
     hosts = []
     for word in words:
         name, colon, slots = word.partition(":")
@@ -64,10 +68,6 @@ def parse_hosts(
             raise ConfigError(f"--hosts: expected NAME or NAME:SLOTS, got {word!r}")
         even = 0 if colon else _evenly(len(words) - spares, replicas, ranks_per_replica)
         hosts.append(Host(name, int(slots) if colon else even))
-    names = [host.name for host in hosts]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice or not names:
-        raise ConfigError(f"--hosts {text!r}: " + (f"{twice[0]} twice" if twice else "no host"))
     needed = replicas * ranks_per_replica
     offered = sum(sorted(host.slots for host in hosts)[: len(hosts) - spares])
     if offered < needed:

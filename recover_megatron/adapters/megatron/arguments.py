@@ -299,14 +299,13 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 
 
-def refuse_unsupported(args: argparse.Namespace, layout: ReplicaLayout, replica_id: int) -> None:
+def refuse_unsupported(args: argparse.Namespace) -> None:
     """Raises ConfigError, after Megatron's own validation, for what --recover cannot do right."""
     for name, allowed, reason in _UNSUPPORTED:
         value = getattr(args, name, allowed[0])
         if value not in allowed:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} {value} is not supported with --recover: {reason}")
-    _own_faults(args, layout, replica_id)
     balancing = getattr(args, "moe_router_load_balancing_type", None) or []
     for name in ("global_aux_loss", "quantile_balancing"):
         if name in balancing:
@@ -327,10 +326,11 @@ def refuse_unsupported(args: argparse.Namespace, layout: ReplicaLayout, replica_
         raise ConfigError("--cuda-graph-scope full_iteration would freeze the recovery hooks")
 
 
-def _own_faults(args: argparse.Namespace, layout: ReplicaLayout, replica_id: int) -> None:
+def own_faults(args: argparse.Namespace, layout: ReplicaLayout, replica_id: int) -> None:
     """Megatron's own fault injector (--fault-injector-*, from core_v0.18 on) knows the ranks of one
     replica only, so its faults would strike every replica alike. Ranks that are named are taken for
-    the job's; a number of random ones strikes the last replica."""
+    the job's; a number of random ones strikes the last replica. Raises ConfigError for ranks that
+    the job does not have."""
     named = getattr(args, "fault_injector_ranks", None)
     if named is not None:
         try:

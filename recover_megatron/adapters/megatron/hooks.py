@@ -21,6 +21,7 @@ from typing import Any
 from recover_megatron.adapters.megatron.arguments import (
     add_recovery_arguments,
     check_version,
+    own_faults,
     refuse_unsupported,
 )
 from recover_megatron.adapters.megatron.checkpoints import Checkpoints
@@ -158,7 +159,8 @@ class Hooks:
     def _validate_args(self, stock: Callable[..., Any], args: Any, *rest: Any, **more: Any) -> Any:
         result = stock(args, *rest, **more)
         args = self._session.args = args if result is None else result
-        refuse_unsupported(args, self._session.layout, self._session.replica_id)
+        refuse_unsupported(args)
+        own_faults(args, self._session.layout, self._session.replica_id)
         if getattr(args, "rerun_mode", "disabled") != "disabled":
             # Its decision to repeat a step is one replica's: the others would wait for it.
             if self._session.speaks:

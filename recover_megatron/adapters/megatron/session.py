@@ -178,16 +178,7 @@ def start(argv: Sequence[str]) -> Session:
     )
     on_host = RankOnHost.if_any()
     host = on_host.host if on_host else socket.gethostname()
-    from recover_megatron.collectives.ulfm import UlfmTransport  # starts MPI
-
-    transport = UlfmTransport()
-    transport.watchdog = watchdog
-
-    def before_death(reason: str) -> None:
-        watchdog.last_words()
-        trace.emit("died", reason=reason)
-
-    transport.before_death = before_death
+    transport = _start_mpi(watchdog, trace)
     mates = frozenset(layout.ranks_of(replica_id)) - {rank}
     seen_dead: list[list[int]] = []  # as this rank saw them: in order, some at once
 
@@ -234,6 +225,20 @@ def start(argv: Sequence[str]) -> Session:
         driver.announce(World.initial(layout), None, 0.0)
     trace.emit("started", host=host, pid=os.getpid(), ranks=layout.ranks)
     return session
+
+
+def _start_mpi(watchdog: Watchdog, trace: Trace) -> Any:
+    from recover_megatron.collectives.ulfm import UlfmTransport  # starts MPI
+
+    transport = UlfmTransport()
+    transport.watchdog = watchdog
+
+    def before_death(reason: str) -> None:
+        watchdog.last_words()
+        trace.emit("died", reason=reason)
+
+    transport.before_death = before_death
+    return transport
 
 
 def write_exit_code(run_dir: str | None, code: int) -> None:
