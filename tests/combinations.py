@@ -11,13 +11,15 @@ _MOE = (
     "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
     "--moe-token-dispatcher-type alltoall"
 )
+_DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 _RAMP = "--rampup-batch-size 4 4 24 --train-samples 56 --lr-warmup-samples 8"
 
 
 @dataclass(frozen=True)
 class Combination:
     """`loss` and `weights` are the largest differences to the run without failures that rounding
-    explains: of any iteration's loss, of any weight at the end."""
+    explains: of any iteration's loss, of any weight at the end. That run is plain Megatron's, but
+    where numbers are drawn at random, which --recover draws by microbatch, it is one of ours."""
 
     name: str
     flags: str = ""
@@ -31,6 +33,7 @@ class Combination:
     victim: str = "1.0"
     loss: float = 1e-5
     weights: float = 1e-5
+    draws: bool = False
     stock_only: bool = False  # our pretrain.py does not know the flags
 
     @property
@@ -100,6 +103,25 @@ COMBINATIONS = (
     Combination("bf16, gradients in bf16", "--bf16 --grad-reduce-in-bf16", loss=1e-2, weights=4e-3),
     Combination(
         "fp16, dynamic loss scale", "--fp16 --initial-loss-scale 131072", loss=3e-3, weights=4e-3
+    ),
+    Combination(
+        "dropout, interleaved pipeline",
+        f"{_DROPOUT} --num-layers-per-virtual-pipeline-stage 1",
+        pp=2,
+        replicas=3,
+        layers=4,
+        victim="1.1",
+        drop="attention-dropout hidden-dropout",
+        draws=True,
+    ),
+    Combination(
+        "dropout, tensor parallel, recomputed",
+        f"{_DROPOUT} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+        tp=2,
+        drop="attention-dropout hidden-dropout",
+        draws=True,
+        stock_only=True,
     ),
     Combination(
         "batch-size ramp-up", _RAMP, batch=12, drop="train-iters lr-warmup-iters", victim="0.0"

@@ -29,7 +29,7 @@ _COMPRESSED: tuple[tuple[bytes, Callable[..., Any]], ...] = (
     (b"\x1f\x8b", gzip.open),
     (b"BZh", bz2.open),
     (b"\xfd7zXZ\x00", lzma.open),
-    (b"\x28\xb5\x2f\xfd", zstandard.open),
+    (b"\x28\xb5\x2f\xfd", lambda path, mode: _Zstd(path)),
 )
 # ... and what we do not.
 _REFUSED = (
@@ -205,3 +205,38 @@ def _object(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
+
+
+class _Zstd(io.RawIOBase):
+    """All frames of a file. The library's own reader ends without a word where one is cut short, or
+    where the second one begins."""
+
+    def __init__(self, path: Path):
+        self._blocks = self._decompressed(path)
+        self._rest = b""
+
+    def _decompressed(self, path: Path) -> Iterator[bytes]:
+        frame = None
+        with path.open("rb") as file:
+            while data := file.read(_HEAD):
+                while data:
+                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                    yield frame.decompress(data)
+                    data = frame.unused_data if frame.eof else b""
+                    frame = None if frame.eof else frame
+        if frame is not None:
+            raise EOFError("it ends in the middle of a frame")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            try:
+                self._rest = next(self._blocks)
+            except StopIteration:
+                return 0
+        taken = self._rest[: len(buffer)]
+        self._rest = self._rest[len(taken) :]
+        buffer[: len(taken)] = taken
+        return len(taken)
