@@ -2,8 +2,10 @@
 
     SPEC   = ITEM { "," ITEM }
     ITEM   = [ KIND ":" ] REPLICA "." POSITION "@" ITERATION ":" PHASE [ "." INDEX ]
-           | "random:" FIELD { ":" FIELD }        FIELD = every=K | seed=S | count=N | phase=PHASE
-    KIND   = kill (SIGKILL) | nan (one gradient value; phase gradient only)
+           | "random:" FIELD { ":" FIELD }
+    FIELD  = every=K | seed=S | count=N | phase=PHASE | kind=any (one of the first seven KINDs)
+    KIND   = kill (SIGKILL) | raise (an exception) | leave (sys.exit) | exit (os._exit) | abort | segv
+           | terminate (SIGTERM) | nan (one gradient value; phase gradient only)
            | hang (the training thread sleeps) | hold (it keeps Python's lock, too) | stop (SIGSTOP)
            | full (from now on no file may grow past 100,000 bytes, as if the disk were full)
     PHASE  = forward | backward | gradient | sync | commit | optimizer | repair
@@ -35,7 +37,9 @@ PHASES = (
 )
 INDEXED_PHASES = ("forward", "backward", "gradient", "sync")
 HANGS = ("hang", "hold", "stop")
-KINDS = ("kill", "nan", "full", *HANGS)
+# Ways for a process to end.
+ENDS = ("kill", "raise", "leave", "exit", "abort", "segv", "terminate")
+KINDS = (*ENDS, "nan", "full", *HANGS)
 # Where no peer is waited for.
 HANG_PHASES = ("forward", "backward", "optimizer", "save", "evaluate")
 RANDOM_PHASES = ("forward", "backward", "sync", "commit", "optimizer")
@@ -119,16 +123,21 @@ def _single(item: str, layout: ReplicaLayout) -> Iterator[Fault]:
 def _random(item: str, layout: ReplicaLayout) -> Iterator[Fault]:
     fields = {"every": 5, "seed": 0, "count": 1}
     phases: tuple[str, ...] = RANDOM_PHASES
+    kinds: tuple[str, ...] = ("kill",)
     for field in item.split(":")[1:]:
         name, equals, value = field.partition("=")
         if name == "phase":
             _expect(value in RANDOM_PHASES, item, f"phase {value!r} is not one of {RANDOM_PHASES}")
             phases = (value,)
             continue
+        if name == "kind":
+            _expect(value == "any", item, f"kind {value!r} is not any")
+            kinds = ENDS
+            continue
         _expect(
             bool(equals) and name in fields and value.isdigit(),
             item,
-            f"field {field!r} is not every=K, seed=S, count=N or phase=PHASE",
+            f"field {field!r} is not every=K, seed=S, count=N, phase=PHASE or kind=any",
         )
         fields[name] = int(value)
     _expect(fields["every"] >= 1, item, "every must be at least 1")
@@ -144,7 +153,8 @@ def _random(item: str, layout: ReplicaLayout) -> Iterator[Fault]:
         iteration = 1 + interval * fields["every"] + draw.randrange(fields["every"])
         phase = draw.choice(phases)
         index = draw.randrange(4) if phase in INDEXED_PHASES else 0
-        yield Fault("kill", replica, position, iteration, phase, index)
+        kind = draw.choice(kinds) if len(kinds) > 1 else kinds[0]
+        yield Fault(kind, replica, position, iteration, phase, index)
 
 
 def _expect(true: bool, item: str, found: str) -> None:

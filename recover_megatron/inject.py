@@ -1,4 +1,4 @@
-"""Fires the faults of this rank: real SIGKILLs and real hangs at named points of an iteration."""
+"""Fires the faults of this rank: real ends and real hangs at named points of an iteration."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -83,11 +84,27 @@ class Injector:
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
             return
-        if fault.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        self._end(fault.kind)
         if fault.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if fault.kind == "hold":
             ctypes.PyDLL(None).sleep(3600)  # a PyDLL call keeps Python's lock
         while True:  # alive, holding its place, making no progress
             time.sleep(3600)
+
+    def _end(self, kind: str) -> None:
+        """The process ends in this way, if the kind is one of faults.ENDS."""
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if kind == "raise":
+            raise ArithmeticError("an injected fault")
+        if kind == "leave":
+            sys.exit(0)
+        if kind == "exit":
+            os._exit(0)
+        if kind == "abort":
+            os.abort()
+        if kind == "segv":
+            ctypes.string_at(0)

@@ -1,6 +1,6 @@
 """Seeded random kills of a real training job, run by scripts/stress.sh.
 
-Four replicas of two pipeline stages (8 ranks) train on real text; each seed kills two of the
+Four replicas of two pipeline stages (8 ranks) train on real text; each seed ends two of the
 replicas at a random iteration, position, phase and bucket. One line per seed: what was killed, and
 whether the job ended with code 0, kept the design's invariants, and has the losses, samples and
 parameters that it must have. A summary line comes last.
@@ -12,6 +12,7 @@ import argparse
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -46,22 +47,38 @@ def failures_of(
     return wrong
 
 
+def seconds_until_seen(record: RunRecord) -> Iterator[tuple[str, float]]:
+    """For each fault: its kind, and how long it took until a rank of another replica knew."""
+    for fault in record.of("fault"):
+        later = (
+            e["time"] - fault["time"]
+            for e in record.of("peer_failed", "sync_failed", "repaired")
+            if e["time"] >= fault["time"] and e["replica"] != fault["replica"]
+        )
+        yield fault["fault"].partition(":")[0], min(later, default=float("inf"))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/stress"))
+    parser.add_argument(
+        "--ends", action="store_true", help="draw the way to end too: exceptions, exits, crashes"
+    )
     args = parser.parse_args()
+    kind = ":kind=any" if args.ends else ""
     job = Rehearsal(corpus(Path("runs/data")), KILLS * EVERY + 2, 12, pp=2)
     reference = None
     repairs: list[float] = []
     failed: list[int] = []
+    seen: dict[str, list[float]] = {}  # by way of ending: seconds until a survivor knew
     started = time.monotonic()
     for seed in [None, *range(args.first_seed, args.first_seed + args.seeds)]:
         name = "reference" if seed is None else f"seed-{seed}"
         folder = args.out / name
         shutil.rmtree(folder, ignore_errors=True)
-        spec = "" if seed is None else f"random:seed={seed}:every={EVERY}:count={KILLS}"
+        spec = "" if seed is None else f"random:seed={seed}:every={EVERY}:count={KILLS}{kind}"
         injected = ("--recover-inject", spec) if spec else ()
         began = time.monotonic()
         command = job.recover(REPLICAS, folder, *OPTIONS, *injected)
@@ -79,6 +96,8 @@ def main() -> int:
         repairs += [r.repair_s for r in record.recoveries]
         if wrong:
             failed.append(seed)
+        for end, took in seconds_until_seen(record):
+            seen.setdefault(end, []).append(took)
         killed = " ".join(e["fault"].removeprefix("kill:") for e in record.of("fault"))
         verdict = "; ".join(wrong) or "ok"
         print(
@@ -90,6 +109,11 @@ def main() -> int:
         f"{share}, {len(repairs)} recoveries, median repair {mid}, "
         f"{time.monotonic() - started:.0f} s" + (f"; failed: {failed}" if failed else "")
     )
+    for name, times in sorted(seen.items()):
+        print(
+            f"{name:10s} {len(times):4d} times, seen after {median(times):.3f} s (median), "
+            f"{max(times):.3f} s (longest)"
+        )
     return 1 if failed else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,12 +36,14 @@ class Training:
         folder: Path,
         remote_shell: str = "",
         spares: int = 0,
+        forward: Sequence[str] = (),
     ):
         self.rig, self.run = rig, folder / "run"
         self.log = folder / "launch.log"
         options = ("--recover-bucket-mb", "0.05", "--recover-check-replicas-interval", "5")
         command = job.recover(len(rig.names) - spares, self.run, *options)
         at = command.index("--replicas")
+        command[at:at] = [word for name in forward for word in ("--forward", name)]
         command[at:at] = ["--spare-hosts", str(spares)]
         command[at:at] = ["--hosts", ",".join(rig.names), "--remote-shell"]
         command.insert(at + 3, remote_shell or rig.remote_shell)
@@ -189,3 +192,30 @@ def test_a_spare_host_stands_in_for_one_that_does_not_answer(job, tmp_path):
         assert "recover: host h1 does not answer: ssh: connect" in said
         assert "h0: replicas 0\nh2: replicas 1\n" in said
         assert RunRecord(started.run).survivors == [0, 1]
+
+
+def test_ranks_elsewhere_that_end_by_themselves_are_noticed(
+    job, plain, tmp_path, monkeypatch, capsys
+):
+    """By sys.exit, by os._exit, and by an abort in another thread, at one of the two ranks of a
+    replica on another host each; the variables that say so are handed on."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("jobs") / "ending"))
+    monkeypatch.setenv("ENDED", str(tmp_path / "ended"))
+    monkeypatch.setenv("ENDINGS", "3@4:sys.exit(0);5@8:os._exit(0);6@12:abort:thread")
+    (tmp_path / "ended").mkdir()
+    with rigs.Rig(tmp_path / "rig", 4) as rig:
+        training = Training(rig, job, tmp_path, forward=("ENDED", "ENDINGS"))
+        training.wait_for_the_end()
+        record = training.check(plain, [0])
+        nothing_is_left(training, rig.names)
+    assert [r.replicas_lost for r in record.recoveries] == [[1], [2], [3]]
+    for rank in (3, 5, 6):
+        began = float((tmp_path / "ended" / str(rank)).read_text())
+        seen = [
+            e["time"] - began
+            for e in record.of("peer_failed", "sync_failed", "repaired")
+            if e["time"] >= began
+        ]
+        with capsys.disabled():
+            print(f"\n  rank {rank}: noticed after {min(seen):.3f} s", end="")
+        assert min(seen) < 20
