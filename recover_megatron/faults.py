@@ -4,8 +4,8 @@
     ITEM   = [ KIND ":" ] REPLICA "." POSITION "@" ITERATION ":" PHASE [ "." INDEX ]
            | "random:" FIELD { ":" FIELD }
     FIELD  = every=K | seed=S | count=N | phase=PHASE | kind=any (one of the first seven KINDs)
-    KIND   = kill (SIGKILL) | raise (an exception) | leave (sys.exit) | exit (os._exit) | abort | segv
-           | terminate (SIGTERM) | nan (one gradient value; phase gradient only)
+    KIND   = kill (SIGKILL) | raise (an exception) | leave (sys.exit) | exit (os._exit) | abort
+           | segv | terminate (SIGTERM) | nan (one gradient value; phase gradient only)
            | hang (the training thread sleeps) | hold (it keeps Python's lock, too) | stop (SIGSTOP)
            | full (from now on no file may grow past 100,000 bytes, as if the disk were full)
     PHASE  = forward | backward | gradient | sync | commit | optimizer | repair

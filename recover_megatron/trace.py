@@ -16,6 +16,7 @@ from typing import Any
 
 # The environment variable that names the job's temporary folder on the launcher's host.
 JOB_FOLDER = "RECOVER_JOB_FOLDER"
+BEGAN = "began"  # a file in it: the world has begun
 
 
 class Trace:

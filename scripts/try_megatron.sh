@@ -13,6 +13,7 @@ MEGATRON_LM_PATH=$(cd "$1" && pwd)
 export MEGATRON_LM_PATH
 # What pretrain_gpt.py imports unguarded.
 python -m pip install --quiet six regex pyyaml pydantic einops
+python scripts/check_flags.py "$MEGATRON_LM_PATH" || echo "try_megatron: judge these flags first" >&2
 wanted="without_failures or middle_of or until_one_is_left or evaluation or tensorboard or both_ways
  or interleaved or bias or gathering"
 [ "${2:-}" = --all ] && wanted="pretrain_gpt"

@@ -153,7 +153,9 @@ def test_versatile_streams_go_on_from_a_checkpoint(versatile, run, tmp_path, dat
         Rehearsal(data_prefix, 4, 6), 3, "1.0@2:sync", "--save", save, "--save-interval", "4"
     )
     before = {i for ids in first.samples.values() for i in ids}
-    words = (*OPTIONS, "--recover-policy", "versatile", "--load", save)
+    # The second job is longer, and with it its schedule.
+    longer = ("--override-opt_param-scheduler", "--load", save)
+    words = (*OPTIONS, "--recover-policy", "versatile", *longer)
     for replicas in (3, 2):
         job, folder = Rehearsal(data_prefix, 6, 6), tmp_path / f"resumed-{replicas}"
         code, output = run(job.recover(replicas, folder, *words), "resume")

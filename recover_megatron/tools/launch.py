@@ -266,11 +266,13 @@ class Start:
         watches: list[StartWatch] = []
         stall = StallReport(self.run_dir, layout, self.report_stall)
 
+        folder = JobFolder()
+
         def watching(
             wait: Callable[[subprocess.Popen[bytes]], int],
         ) -> Callable[[subprocess.Popen[bytes]], int]:
             def wait_and_watch(mpirun: subprocess.Popen[bytes]) -> int:
-                watches.append(StartWatch(mpirun, self.run_dir, layout))
+                watches.append(StartWatch(mpirun, self.run_dir, layout, folder.path))
                 watches[0].start()
                 return wait(mpirun)
 
@@ -278,7 +280,7 @@ class Start:
 
         stall.start()
         try:
-            with JobFolder() as folder:
+            with folder:
                 code = self._mpirun(watching, folder)
                 watches[0].stop()
                 if watches[0].failed:

@@ -15,27 +15,36 @@ from typing import Any
 import psutil
 
 from recover_megatron.tools.mpirun import say
-from recover_megatron.trace import parse_events, trace_path
+from recover_megatron.trace import BEGAN, parse_events, trace_path
 from recover_megatron.world import ReplicaLayout
 
 _POLL_S = 0.25
-# How long the other ranks have to begin without the dead one, as they can if it died late.
+# How long the other ranks have to begin without the dead one, as they can if it died late, and how
+# long mpirun has to end the job by itself, as for a setting that is wrong.
 _OTHERS_S = 6.0
 _KILL_S = 5.0  # for mpirun to end its ranks
 
 
 class StartWatch(threading.Thread):
-    """Watches one mpirun until all ranks have traced that they have started.
+    """Watches one mpirun until the world has begun: then any rank has traced `started`, or left the
+    file BEGAN in the job's temporary folder, and a later death is for the ranks themselves to see.
 
     `failed` is, once it has ended the job, which rank died, in words.
     """
 
-    def __init__(self, mpirun: subprocess.Popen[bytes], run_dir: Path, layout: ReplicaLayout):
+    def __init__(
+        self,
+        mpirun: subprocess.Popen[bytes],
+        run_dir: Path,
+        layout: ReplicaLayout,
+        job_folder: Path,
+    ):
         super().__init__(name="recover-start-watch", daemon=True)
         self.failed = ""
         self._mpirun = mpirun
         self._run_dir = run_dir
         self._layout = layout
+        self._began = job_folder / BEGAN
         self._processes: dict[int, psutil.Process] = {}  # of the ranks that mpirun itself started
         self._stop_asked = threading.Event()
 
@@ -49,21 +58,15 @@ class StartWatch(threading.Thread):
         while not self._stop_asked.wait(_POLL_S) and self._mpirun.poll() is None:
             self._look_at_processes()
             heads = {rank: self._events(rank) for rank in range(self._layout.ranks)}
-            started = {r for r, events in heads.items() if _has(events, "started")}
-            for rank in set(heads) - started - set(dead):
+            if self._began.exists() or any(_has(events, "started") for events in heads.values()):
+                return
+            for rank in set(heads) - set(dead):
                 if how := self._death(rank, heads[rank]):
                     dead[rank] = how
                     since = since or time.monotonic()
-            waited_for = set(heads) - started - self._with_mates(dead)
-            if not waited_for:
-                return
             if dead and time.monotonic() - since > _OTHERS_S:
                 self._give_up(dead)
                 return
-
-    def _with_mates(self, dead: dict[int, str]) -> set[int]:
-        replicas = {self._layout.replica_of(rank) for rank in dead}
-        return {mate for replica in replicas for mate in self._layout.ranks_of(replica)}
 
     def _look_at_processes(self) -> None:
         try:

@@ -29,7 +29,7 @@ from recover_megatron.hosts.rank import RankOnHost
 from recover_megatron.hosts.tunnel import address_for_mates, interface_of
 from recover_megatron.inject import Injector
 from recover_megatron.recovery.driver import Driver
-from recover_megatron.trace import JOB_FOLDER, Trace, trace_path, write_atomically
+from recover_megatron.trace import BEGAN, JOB_FOLDER, Trace, trace_path, write_atomically
 from recover_megatron.workload.policy import make_policy
 from recover_megatron.world import ReplicaLayout, World
 
@@ -223,6 +223,7 @@ def start(argv: Sequence[str]) -> Session:
         _judge_hosts(on_host, driver, layout, places, evidence)
     if len(world.replicas) < layout.replicas:
         driver.announce(World.initial(layout), None, 0.0)
+    _leave_in_job_folder(BEGAN, "")
     trace.emit("started", host=host, pid=os.getpid(), ranks=layout.ranks)
     return session
 
@@ -244,11 +245,16 @@ def _start_mpi(watchdog: Watchdog, trace: Trace) -> Any:
 def write_exit_code(run_dir: str | None, code: int) -> None:
     """By every replica, since any may be killed before it does, into the run folder and into the
     job's temporary one, since either may be full."""
-    job_folder = os.environ.get(JOB_FOLDER)
-    for folder, name in ((run_dir, "exit_code"), (job_folder, "done")):
-        if folder:
-            with contextlib.suppress(OSError):
-                write_atomically(Path(folder) / name, f"{code}\n")
+    if run_dir:
+        with contextlib.suppress(OSError):
+            write_atomically(Path(run_dir) / "exit_code", f"{code}\n")
+    _leave_in_job_folder("done", f"{code}\n")
+
+
+def _leave_in_job_folder(name: str, text: str) -> None:
+    if folder := os.environ.get(JOB_FOLDER):
+        with contextlib.suppress(OSError):
+            write_atomically(Path(folder) / name, text)
 
 
 def _check_mpirun() -> None:
