@@ -277,6 +277,15 @@ def test_18_a_mistyped_load_does_not_start_from_scratch(tmp_path):
     read_job([*FLAGS, "--load", same, "--save", same])  # a job that resumes itself, its first start
 
 
+def test_a_used_save_folder_that_is_not_loaded_is_warned_of(tmp_path):
+    save = ["--save", str(tmp_path)]
+    assert read_job([*FLAGS, *save]).warning == ""
+    (tmp_path / "iter_0000004").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    assert "it will overwrite them" in read_job([*FLAGS, *save]).warning
+    assert read_job([*FLAGS, *save, "--load", str(tmp_path)]).warning == ""
+
+
 def test_b17_a_parameter_without_dimensions_has_a_fingerprint():
     model = torch.nn.Module()
     model.scale = torch.nn.Parameter(torch.ones(()))

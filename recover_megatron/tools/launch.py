@@ -146,6 +146,8 @@ def run(args: argparse.Namespace) -> int:
         if config is not None and (size := model_size(config.flags)) is not None:
             print(f"# {size}")
         return 0
+    if job.warning:
+        say(f"warning: {job.warning}")
     run_dir = fresh_run_folder(Path(trace_dir))
     if str(run_dir) != trace_dir:
         say(f"{trace_dir} holds an earlier run; this one's folder is {run_dir}")

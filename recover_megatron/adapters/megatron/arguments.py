@@ -64,6 +64,7 @@ class Job:
     global_batch_size: int
     micro_batch_size: int
     first_batch_size: int  # of the batch-size ramp-up; else the global batch
+    warning: str = ""  # what is allowed, and may not be meant
 
     @property
     def microbatches(self) -> int:
@@ -156,6 +157,7 @@ def read_job(argv: Sequence[str]) -> Job:
         args.global_batch_size,
         args.micro_batch_size,
         _first_batch_size(args),
+        _overwrites(args),
     )
     if args.global_batch_size % job.samples_per_microbatch:
         raise ConfigError(
@@ -237,6 +239,18 @@ def _check_load(args: argparse.Namespace) -> None:
         )
     if args.ckpt_step is None:
         checkpoint_folder(args.load)
+
+
+def _overwrites(args: argparse.Namespace) -> str:
+    """Of a job that starts from scratch, or from elsewhere, into a used folder."""
+    if not args.save or "://" in args.save or not (Path(args.save) / TRACKER).is_file():
+        return ""
+    if args.load and os.path.abspath(args.load) == os.path.abspath(args.save):
+        return ""
+    return (
+        f"--save {args.save} holds checkpoints that this job does not load: it will overwrite them "
+        f"and their tracker file; to go on from them give --load {args.save}"
+    )
 
 
 def _is_number(text: str) -> bool:
