@@ -356,22 +356,28 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def _sharded_state(
-    model: list[Any], optimizer: Any, scheduler: Any, is_loading: bool = False
-) -> dict[str, Any]:
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    metadata = {
-        "dp_cp_group": group,
+def _metadata() -> dict[str, Any]:
+    return {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "distrib_optim_sharding_type": "dp_reshardable",
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
-    state = {
-        name: unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+
+
+def _sharded_weights(model: list[Any]) -> dict[str, Any]:
+    return {
+        name: unwrap_model(chunk).sharded_state_dict(metadata=_metadata())
         for name, chunk in _named(model)
     }
+
+
+def _sharded_state(
+    model: list[Any], optimizer: Any, scheduler: Any, is_loading: bool = False
+) -> dict[str, Any]:
+    state = _sharded_weights(model)
     state["optimizer"] = optimizer.sharded_state_dict(
-        state, is_loading=is_loading, metadata=metadata
+        state, is_loading=is_loading, metadata=_metadata()
     )
     state["opt_param_scheduler"] = scheduler.state_dict()
     return state
@@ -431,10 +437,10 @@ def load_checkpoint(
     folder = checkpoint_folder(args.load)
     if torch.distributed.get_rank() == 0:
         print(f"  loading checkpoint {folder}", flush=True)
-    wanted = _sharded_state(model, optimizer, scheduler, is_loading=True)
-    release = folder.name == RELEASE
-    if release:  # weights only: a training begins
-        wanted = {name: wanted[name] for name, _ in _named(model)}
+    release = folder.name == RELEASE  # weights only: a training begins
+    wanted = _sharded_weights(model)
+    if not release:
+        wanted = _sharded_state(model, optimizer, scheduler, is_loading=True)
     loaded = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in _named(model):
         unwrap_model(chunk).load_state_dict(loaded[name])

@@ -131,7 +131,7 @@ def test_6_13_18_22_the_schedule_the_last_save_and_the_tracker_file(run, tmp_pat
     assert losses[1] < Log((tmp_path / "first.log").read_text()).losses[1] - 0.2
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
 def test_10_11_16_a_launcher_whose_console_goes_away_and_that_is_told_to_end(
     number, tmp_path, data_prefix
 ):

@@ -140,7 +140,7 @@ def test_a_rank_that_dies_while_mpi_starts_costs_a_second_start(ending, data_pre
     record = RunRecord(folder)
     assert record.survivors == [0, 1]
     assert sorted(record.commits) == [1, 2, 3]
-    assert list((folder / "start-1").glob("log.*"))
+    assert list((folder / "start-1").glob("trace.*"))
 
 
 def test_a_disk_that_fills_up_for_one_rank_costs_nothing(ending, data_prefix):
