@@ -73,7 +73,11 @@ class JobFolder(contextlib.AbstractContextManager["JobFolder"]):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        return {JOB_FOLDER: str(self.path), "TMPDIR": str(self.path)}
+        # But what torch has compiled outlives the job.
+        compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)
+        folder = str(self.path)
+        return {JOB_FOLDER: folder, "TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": kept}
 
 
 def end_orphans(mark: Mapping[str, str]) -> None:

@@ -40,23 +40,23 @@ EXIT_UNRECOVERABLE = 3
 EXIT_STOPPED = 4
 EXIT_TOO_FEW = 5
 STOP_SIGNAL = signal.SIGUSR1  # mpirun hands it on to all ranks
-# How long a rank that ends by itself waits for all others to end, too; longer after a repair, which
-# shows that others are with it.
-_PATIENCE_S = 0.8
+# How long a rank that ends by itself waits for all others to end, too, by whether training has
+# begun. Before it, ranks that meet the same error meet it apart by as long as they import.
+_PATIENCE_S = {True: 0.8, False: 15.0}
 # How long the leader, with an exception, waits to see whether all others have died of theirs.
 _LAST_S = 0.5
 
 
 class _Patience:
-    """Calls `lost` in a thread of its own, _PATIENCE_S after it began last."""
+    """Calls `lost` in a thread of its own, `seconds` after it began last."""
 
-    def __init__(self, lost: Callable[[], None]):
-        self._lost = lost
+    def __init__(self, seconds: float, lost: Callable[[], None]):
+        self._seconds, self._lost = seconds, lost
         self._timer: threading.Timer | None = None
 
     def begin(self) -> None:
         self.end()
-        self._timer = threading.Timer(_PATIENCE_S, self._lost)
+        self._timer = threading.Timer(self._seconds, self._lost)
         self._timer.daemon = True
         self._timer.start()
 
@@ -119,10 +119,7 @@ class Session:
         """
         self.watchdog.rest()
         if how:
-            patience = _Patience(lambda: self.communicator.die(f"left {how}, not all with it"))
-            self.driver.on_repair(lambda world: patience.begin())
-            patience.begin()
-            self.communicator.leave(f"left {how}")
+            patience = self._leave(how)
         self.driver.guarded("end", lambda: None)
         if how:
             patience.end()
@@ -142,6 +139,21 @@ class Session:
         self.communicator.agree(True, "left")
         self.watchdog.leaves(code)
         os._exit(code)
+
+    def _leave(self, how: str) -> _Patience:
+        """Begins an end that the world has not agreed on; what ends it if the others do not end."""
+
+        def lost() -> None:
+            self.terminal.say(
+                f"replica {self.replica_id}, position {self.position} left {how}, not all with it"
+            )
+            self.communicator.die(f"left {how}, not all with it")
+
+        patience = _Patience(_PATIENCE_S[self.iteration > 0], lost)
+        self.driver.on_repair(lambda world: patience.begin())
+        patience.begin()
+        self.communicator.leave(f"left {how}")
+        return patience
 
     def is_last(self) -> bool:
         """True if all other replicas are dead: known now, or, if this one leads and in training,
