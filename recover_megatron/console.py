@@ -16,6 +16,12 @@ from pathlib import Path
 from typing import Any
 
 
+def say(text: str, who: str = "recover") -> None:
+    """A line on standard error, which may be gone: the launcher's way to speak."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"{who}: {text}", file=sys.stderr, flush=True)
+
+
 class Terminal:
     """The job's console, as this process found it at its start. Never raises: it may be gone."""
 

@@ -34,7 +34,7 @@ _GRACE_S = 2.0  # for the relay to see its daemon's end
 
 
 def main(argv: list[str]) -> int:
-    settings = json.loads(Path(os.environ[SETTINGS]).read_text())
+    settings = json.loads(Path(os.environ[SETTINGS]).read_text(encoding="utf-8"))
     host, command = argv[0], " ".join(argv[1:])
     folder = HostFolder(settings["folder"])
     log = Path(settings["logs"]) / f"host.{host}.log"

@@ -23,6 +23,7 @@ from recover_megatron.adapters.megatron.arguments import (
     wants_recovery,
 )
 from recover_megatron.adapters.megatron.session import EXIT_TOO_FEW
+from recover_megatron.console import say
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools import slurm
 from recover_megatron.tools.launch_hosts import (
@@ -34,7 +35,7 @@ from recover_megatron.tools.launch_hosts import (
     without_spares,
 )
 from recover_megatron.tools.model_size import model_size
-from recover_megatron.tools.mpirun import mpirun_command, run_mpirun, say, wait_for_mpirun
+from recover_megatron.tools.mpirun import mpirun_command, run_mpirun, wait_for_mpirun
 from recover_megatron.tools.run_config import RunConfig, check_flags, load
 from recover_megatron.tools.run_folder import JobFolder, fresh_run_folder
 from recover_megatron.tools.stall import StallReport
@@ -196,7 +197,7 @@ def _restart(command: str, code: int, run_dir: Path) -> int:
     try:
         return subprocess.run(_words(command), env=os.environ | environment).returncode
     except OSError as error:
-        print(f"recover-megatron launch: error: {command}: {error}", file=sys.stderr)
+        say(f"{command}: {error}", who="recover-megatron launch: error")
         return code
 
 
@@ -260,7 +261,7 @@ class Start:
             if number == 1:
                 say(f"{failed}; the job is started once more")
                 put_aside(self.run_dir, number)
-        print(f"recover-megatron launch: error: {failed}", file=sys.stderr)
+        say(failed, who="recover-megatron launch: error")
         return EXIT_NOBODY
 
     def _once(self, layout: ReplicaLayout) -> tuple[int, str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE
+from recover_megatron.console import say
 from recover_megatron.errors import ConfigError
 from recover_megatron.hosts.agent import SETTINGS, remote_words
 from recover_megatron.hosts.folder import HostFolder
@@ -110,7 +111,7 @@ def without_spares(hosts: Sequence[Host], spares: int, remote_shell: str) -> tup
     limit = time.monotonic() + ANSWER_S
     silent = {name: said for name, p in asked.items() if (said := _no_answer(p, limit)) is not None}
     for name, said in silent.items():
-        print(f"recover: host {name} does not answer: {said}", file=sys.stderr)
+        say(f"host {name} does not answer: {said}")
     chosen = [host for host in hosts if host.name not in silent][: len(hosts) - spares]
     if len(chosen) < len(hosts) - spares:
         raise ConfigError(
@@ -233,10 +234,9 @@ class HostJob(AbstractContextManager["HostJob"]):
             return code
         if not self.folder.has("no_quorum"):
             return 0
-        print(
-            f"recover: the ranks on {self.name} had to leave, being no majority; hosts "
-            "out of reach may go on without it",
-            file=sys.stderr,
+        say(
+            f"the ranks on {self.name} had to leave, being no majority; hosts out of reach may go "
+            "on without it"
         )
         return EXIT_UNRECOVERABLE
 

@@ -26,6 +26,7 @@ import psutil
 from recover_megatron.adapters.megatron.arguments import Job
 from recover_megatron.adapters.megatron.session import STOP_SIGNAL
 from recover_megatron.collectives.transport import EAGER_BYTES
+from recover_megatron.console import say
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools.verdict import has_committed
 
@@ -140,12 +141,6 @@ _LIBC = ctypes.CDLL(None)
 
 def _end_with_launcher() -> None:
     _LIBC.prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
-
-
-def say(text: str) -> None:
-    """A line on the console, which may be gone."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"recover: {text}", file=sys.stderr, flush=True)
 
 
 class Pump(contextlib.AbstractContextManager["Pump"]):

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         figure.savefig(picture, format="png", dpi=120)
         (out / f"{name}.png").write_bytes(picture.getvalue())
         plots.append({"title": title, "data": base64.b64encode(picture.getvalue()).decode()})
-    (out / "index.html").write_text(_page(args.run_dir, progress, plots))
+    (out / "index.html").write_text(_page(args.run_dir, progress, plots), encoding="utf-8")
     print(out / "index.html")
     return 0
 
@@ -49,7 +49,9 @@ def _page(run_dir: Path, progress: Progress, plots: list[dict[str, str]]) -> str
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string(Path(__file__).with_name("report.html").read_text())
+    template = environment.from_string(
+        Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    )
     losses = sorted(progress.lost.values(), key=lambda loss: loss.time)
     return template.render(
         title=f"Run {run_dir.name}", facts=_facts(progress), plots=plots, losses=losses

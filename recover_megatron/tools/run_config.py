@@ -47,7 +47,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text())
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("flags"), dict):

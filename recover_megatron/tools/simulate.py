@@ -91,7 +91,7 @@ def load(path: Path) -> Calibration:
     import yaml
 
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"--calibration {path}: {error}") from None
     if not isinstance(data, dict) or set(data) != {"job", "systems", "assumptions"}:

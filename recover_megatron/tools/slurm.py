@@ -71,7 +71,7 @@ def submit(nodes: int, more: Sequence[str], words: Sequence[str], run_dir: Path)
         raise ConfigError("--slurm: there is no sbatch here; run it where jobs are submitted")
     run_dir.mkdir(parents=True, exist_ok=True)
     script = run_dir / "job.sbatch"
-    script.write_text(batch_script(nodes, more, words, run_dir))
+    script.write_text(batch_script(nodes, more, words, run_dir), encoding="utf-8")
     command = ["sbatch", "--parsable", str(script)]
     done = subprocess.run(command, capture_output=True, text=True)  # noqa: S607
     if done.returncode:

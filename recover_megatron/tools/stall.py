@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from recover_megatron.console import say
 from recover_megatron.trace import parse_events, trace_path
 from recover_megatron.world import ReplicaLayout
 
@@ -41,10 +41,9 @@ class StallReport(threading.Thread):
             quiet = time.time() - newest
             if quiet > self._quiet_s and newest != reported:
                 reported = newest
-                print(
-                    f"recover: no progress for {quiet:.0f} s; waiting for "
-                    + waited_for(self._run_dir, self._layout),
-                    file=sys.stderr,
+                say(
+                    f"no progress for {quiet:.0f} s; waiting for "
+                    + waited_for(self._run_dir, self._layout)
                 )
 
     def _traces(self) -> list[Path]:

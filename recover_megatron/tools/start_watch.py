@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from recover_megatron.tools.mpirun import say
+from recover_megatron.console import say
 from recover_megatron.trace import BEGAN, parse_events, trace_path
 from recover_megatron.world import ReplicaLayout
 

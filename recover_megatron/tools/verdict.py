@@ -6,14 +6,15 @@ full, and a rank may be killed between any two of its last words.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE
+from recover_megatron.console import say
 from recover_megatron.trace import read_traces
 
+_ERROR = "recover-megatron launch: error"
 EXIT_NOBODY = 1  # no replica reached the end
 Event = dict[str, Any]
 
@@ -29,14 +30,14 @@ def exit_code(mpirun_code: int, marker: Path, job_folder: Path | None = None) ->
     if (code := _agreed(events)) is not None:
         return code
     if said := same_error(events):
-        print(f"recover-megatron launch: error: {said}", file=sys.stderr)
+        say(said, who=_ERROR)
         return EXIT_UNRECOVERABLE
     if mpirun_code:
         return mpirun_code if mpirun_code > 0 else 128 - mpirun_code
-    print(
-        "recover-megatron launch: error: the job ended but no replica reached its end"
-        f"{_first_death(events)}; the last words of each rank are in {marker.parent}",
-        file=sys.stderr,
+    say(
+        f"the job ended but no replica reached its end{_first_death(events)}; the last words of "
+        f"each rank are in {marker.parent}",
+        who=_ERROR,
     )
     return EXIT_NOBODY
 

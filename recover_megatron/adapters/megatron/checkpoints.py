@@ -226,10 +226,13 @@ class Checkpoints:
     def _publish(self, iteration: int) -> None:
         """All ranks have left the save of `iteration`."""
         failure, self._failure = self._failure, None
-        self.saved = self.saved if failure else iteration
         if failure is None:
-            if self._tracker is not None:
-                os.replace(_unpublished(self._tracker), self._tracker)
+            try:
+                if self._tracker is not None:
+                    os.replace(_unpublished(self._tracker), self._tracker)
+                self.saved = iteration
+            except OSError as error:  # the checkpoint is whole, but not the one that counts
+                self._give_up(iteration, error)
             return
         if self._tracker is not None:
             _unpublished(self._tracker).unlink(missing_ok=True)

@@ -234,7 +234,8 @@ class Hooks:
         if path := getattr(args, "data_args_path", None):
             words += Path(path).read_text(encoding="utf-8").split()
         if path := getattr(args, "per_split_data_args_path", None):
-            words += [w for part in json.loads(Path(path).read_text()).values() for w in part or ()]
+            parts = json.loads(Path(path).read_text(encoding="utf-8"))
+            words += [word for part in parts.values() for word in part or ()]
         prefixes = [word for word in map(str, words) if os.path.isfile(f"{word}.idx")]
         for said in sweep(list(dict.fromkeys(prefixes)), getattr(args, "data_cache_path", None)):
             self._session.terminal.say(said)
