@@ -315,6 +315,14 @@ def test_b3_settings_that_make_replicas_differ_are_refused(name, value):
         refuse_unsupported(argparse.Namespace(**{name: value}))
 
 
+def test_dropout_is_refused_where_it_cannot_be_drawn_by_microbatch():
+    overlap = {"overlap_moe_expert_parallel_comm": True}
+    refuse_unsupported(argparse.Namespace(hidden_dropout=0.0, attention_dropout=0.0, **overlap))
+    refuse_unsupported(argparse.Namespace(hidden_dropout=0.1))
+    with pytest.raises(ConfigError, match="--attention-dropout is not supported.*by microbatch"):
+        refuse_unsupported(argparse.Namespace(attention_dropout=0.1, **overlap))
+
+
 def test_megatrons_own_faults_strike_the_ranks_that_are_meant():
     layout = ReplicaLayout(3, 2)
 

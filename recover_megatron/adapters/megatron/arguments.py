@@ -335,6 +335,13 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
                     "pipeline: its own loss cannot be taken out of the microbatches that pad a "
                     "share; drop --num-layers-per-virtual-pipeline-stage"
                 )
+    drops = [n for n in ("hidden_dropout", "attention_dropout") if getattr(args, n, 0)]
+    if drops and getattr(args, "overlap_moe_expert_parallel_comm", False):
+        raise ConfigError(
+            f"--{drops[0].replace('_', '-')} is not supported with --recover and "
+            "--overlap-moe-expert-parallel-comm: two microbatches share a pass there, so dropout "
+            "cannot be drawn by microbatch; drop one of the two"
+        )
     scope = [str(s) for s in getattr(args, "cuda_graph_scope", None) or []]
     if any("full_iteration" in s for s in scope):
         raise ConfigError("--cuda-graph-scope full_iteration would freeze the recovery hooks")
