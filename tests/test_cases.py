@@ -151,6 +151,8 @@ def test_10_11_16_a_launcher_whose_console_goes_away_and_that_is_told_to_end(
         stderr=subprocess.DEVNULL,
         env={**environment(), **slurm},
         start_new_session=True,
+        # Under nohup the signal is ignored, by the launcher too.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     assert process.stdout is not None
     while b"iteration" not in process.stdout.readline():
