@@ -62,13 +62,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument(
+        "--stages", type=int, default=2, help="pipeline stages, and so ranks, of each"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/stress"))
     parser.add_argument(
         "--ends", action="store_true", help="draw the way to end too: exceptions, exits, crashes"
     )
     args = parser.parse_args()
     kind = ":kind=any" if args.ends else ""
-    job = Rehearsal(corpus(Path("runs/data")), KILLS * EVERY + 2, 12, pp=2)
+    job = Rehearsal(corpus(Path("runs/data")), KILLS * EVERY + 2, 12, pp=args.stages)
     reference = None
     repairs: list[float] = []
     failed: list[int] = []
