@@ -40,6 +40,7 @@ def step_time_ratio(demo: Jobs, job: Rehearsal) -> float:
     for turn in range(2):
         for kind in ("plain", "recover"):
             name = f"step-time-{kind}-{turn}"
+            shutil.rmtree(demo.out / name, ignore_errors=True)  # of an earlier demo
             command = job.plain(2) if kind == "plain" else job.recover(2, demo.out / name)
             log = compare.read_log(demo.run(name, command))
             steps[kind] += [s for i, s in log.step_s.items() if i > 2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ def check(kind: str, job: Rehearsal, folder: Path) -> list[str]:
     plain_log, log = folder / "plain.log", folder / "recover.log"
     if run_job(job.plain(), plain_log, limit_s=200):
         return [f"plain Megatron failed: see {plain_log}"]
+    shutil.rmtree(folder / "run", ignore_errors=True)  # of an earlier check
     inject = ("--recover-inject", f"1.0@{KILLED_AT}:sync.1")
     command = job.recover(REPLICAS, folder / "run", *OPTIONS, *inject)
     if code := run_job(command, log, limit_s=200):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -247,10 +248,9 @@ class Jobs:
         *flags: str,
         on_first: Callable[[], None] = lambda: None,
     ) -> RunRecord:
-        """The traces in OUT/NAME, which held an earlier run's perhaps."""
+        """The traces in OUT/NAME, made anew: what stood there was of an earlier rehearsal."""
         folder = self.out / name
-        for old in folder.glob("*.jsonl"):
-            old.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
         self.run(name, job.recover(replicas, folder, *flags), on_first)
         return RunRecord(folder)
 
