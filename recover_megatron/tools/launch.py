@@ -11,10 +11,9 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from recover_megatron.adapters.megatron.arguments import (
     Job,
@@ -266,38 +265,26 @@ class Start:
 
     def _once(self, layout: ReplicaLayout) -> tuple[int, str]:
         """The job's code; and, if it was ended because a rank died before it had begun, which."""
-        watches: list[StartWatch] = []
         stall = StallReport(self.run_dir, layout, self.report_stall)
-
-        folder = JobFolder()
-
-        def watching(
-            wait: Callable[[subprocess.Popen[bytes]], int],
-        ) -> Callable[[subprocess.Popen[bytes]], int]:
-            def wait_and_watch(mpirun: subprocess.Popen[bytes]) -> int:
-                watches.append(StartWatch(mpirun, self.run_dir, layout, folder.path))
-                watches[0].start()
-                return wait(mpirun)
-
-            return wait_and_watch
-
         stall.start()
         try:
-            with folder:
-                code = self._mpirun(watching, folder)
-                watches[0].stop()
-                if watches[0].failed:
-                    return code, watches[0].failed
+            with JobFolder() as folder:
+                watch = StartWatch(self.run_dir, layout, folder.path)
+                code = self._mpirun(watch, folder)
+                watch.stop()
+                if watch.failed:
+                    return code, watch.failed
                 return exit_code(code, self.run_dir / "exit_code", folder.path), ""
         finally:
             stall.stop()
 
-    def _mpirun(self, watching: Any, folder: JobFolder) -> int:
+    def _mpirun(self, watch: StartWatch, folder: JobFolder) -> int:
         """mpirun's own code; the job's stands in the run folder."""
         if not self.hosts:
             command = mpirun_command(self.job, self.replicas, self.script)
             environment = os.environ | folder.environment
-            return run_mpirun(command, environment, watching(wait_for_mpirun), self.run_dir)
+            wait = watch.beside(wait_for_mpirun)
+            return run_mpirun(command, environment, wait, self.run_dir, watch.look_away)
         orphaned = _orphaned(self.job.config.restart_command)
         with HostJob(
             self.hosts, self.run_dir, self.remote_shell, orphaned, self.forward
@@ -305,7 +292,8 @@ class Start:
             print(placement(self.hosts, self.replicas, self.job.ranks_per_replica), file=sys.stderr)
             command = mpirun_command(self.job, self.replicas, self.script, host_job.arguments)
             environment = {**os.environ, **host_job.environment}
-            return run_mpirun(command, environment, watching(host_job.wait), self.run_dir)
+            wait = watch.beside(host_job.wait)
+            return run_mpirun(command, environment, wait, self.run_dir, watch.look_away)
 
 
 def _orphaned(restart_command: str) -> dict[str, list[str]]:

@@ -90,10 +90,12 @@ def run_mpirun(
     environment: Mapping[str, str],
     wait: Callable[[subprocess.Popen[bytes]], int],
     run_dir: Path,
+    on_signal: Callable[[], None] = lambda: None,
 ) -> int:
     """Run to the end in a session of its own. The first signal that asks a program to end (SIGINT,
     SIGTERM, SIGHUP, ...) asks the ranks to stop after the iteration, with a checkpoint; the second,
-    or one before training, ends them. A signal that was ignored (nohup) still is.
+    or one before training, ends them. A signal that was ignored (nohup) still is. `on_signal` is
+    called by its handler.
 
     If this process is killed, the kernel ends mpirun, and that its ranks.
     """
@@ -104,6 +106,7 @@ def run_mpirun(
         nonlocal asked
         if process is None:
             sys.exit(128 + number)
+        on_signal()
         if has_committed(run_dir) and not asked:
             asked = True
             say("stopping after this iteration; again to end at once")

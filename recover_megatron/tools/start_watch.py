@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from recover_megatron.console import say
 from recover_megatron.trace import BEGAN, parse_events, trace_path
 from recover_megatron.world import ReplicaLayout
 
+Wait = Callable[["subprocess.Popen[bytes]"], int]
 _POLL_S = 0.25
 # How long the other ranks have to begin without the dead one, as they can if it died late, and how
 # long mpirun has to end the job by itself, as for a setting that is wrong.
@@ -32,31 +34,41 @@ class StartWatch(threading.Thread):
     `failed` is, once it has ended the job, which rank died, in words.
     """
 
-    def __init__(
-        self,
-        mpirun: subprocess.Popen[bytes],
-        run_dir: Path,
-        layout: ReplicaLayout,
-        job_folder: Path,
-    ):
+    def __init__(self, run_dir: Path, layout: ReplicaLayout, job_folder: Path):
         super().__init__(name="recover-start-watch", daemon=True)
         self.failed = ""
-        self._mpirun = mpirun
+        self._mpirun: subprocess.Popen[bytes] | None = None
         self._run_dir = run_dir
         self._layout = layout
         self._began = job_folder / BEGAN
         self._processes: dict[int, psutil.Process] = {}  # of the ranks that mpirun itself started
         self._stop_asked = threading.Event()
 
+    def beside(self, wait: Wait) -> Wait:
+        """`wait` for mpirun, watched meanwhile."""
+
+        def wait_watched(mpirun: subprocess.Popen[bytes]) -> int:
+            self._mpirun = mpirun
+            self.start()
+            return wait(mpirun)
+
+        return wait_watched
+
     def stop(self) -> None:
-        self._stop_asked.set()
+        self.look_away()
         self.join()
 
+    def look_away(self) -> None:
+        """The user ends the job: what dies from here on is meant to. Safe in a signal handler."""
+        self._stop_asked.set()
+
     def run(self) -> None:
+        mpirun = self._mpirun
+        assert mpirun is not None
         dead: dict[int, str] = {}
         since = 0.0
-        while not self._stop_asked.wait(_POLL_S) and self._mpirun.poll() is None:
-            self._look_at_processes()
+        while not self._stop_asked.wait(_POLL_S) and mpirun.poll() is None:
+            self._look_at_processes(mpirun)
             heads = {rank: self._events(rank) for rank in range(self._layout.ranks)}
             if self._began.exists() or any(_has(events, "started") for events in heads.values()):
                 return
@@ -64,13 +76,14 @@ class StartWatch(threading.Thread):
                 if how := self._death(rank, heads[rank]):
                     dead[rank] = how
                     since = since or time.monotonic()
-            if dead and time.monotonic() - since > _OTHERS_S:
-                self._give_up(dead)
+            late = dead and time.monotonic() - since > _OTHERS_S
+            if late and not self._stop_asked.is_set():
+                self._give_up(mpirun, dead)
                 return
 
-    def _look_at_processes(self) -> None:
+    def _look_at_processes(self, mpirun: subprocess.Popen[bytes]) -> None:
         try:
-            for child in psutil.Process(self._mpirun.pid).children():
+            for child in psutil.Process(mpirun.pid).children():
                 rank = child.environ().get("OMPI_COMM_WORLD_RANK", "")
                 if rank.isdigit():
                     self._processes.setdefault(int(rank), child)
@@ -94,18 +107,18 @@ class StartWatch(threading.Thread):
         except OSError:
             return []
 
-    def _give_up(self, dead: dict[int, str]) -> None:
+    def _give_up(self, mpirun: subprocess.Popen[bytes], dead: dict[int, str]) -> None:
         rank = min(dead)
         replica, position = self._layout.replica_of(rank), self._layout.position_of(rank)
         self.failed = (
             f"rank {rank} (replica {replica}, position {position}) died before the job had begun: "
             f"{dead[rank]}"
         )
-        self._mpirun.terminate()
+        mpirun.terminate()
         try:
-            self._mpirun.wait(_KILL_S)
+            mpirun.wait(_KILL_S)
         except subprocess.TimeoutExpired:
-            self._mpirun.kill()
+            mpirun.kill()
 
 
 def _has(events: list[dict[str, Any]], kind: str) -> bool:
