@@ -92,6 +92,14 @@ def write_atomically(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def text_of(path: Path) -> str:
+    """Of a file that may not be there, or not be readable: empty then."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
 def read_traces(directory: str | Path) -> Iterator[dict[str, Any]]:
     """All events of a run, file by file; a last line cut short by a kill is skipped."""
     for path in sorted(Path(directory).glob("trace.r*.p*.jsonl")):

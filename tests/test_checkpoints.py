@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from recover_megatron.adapters.megatron import checkpoints
 from recover_megatron.adapters.megatron.checkpoints import Checkpoints
+from recover_megatron.adapters.megatron.data import load_streams
+from recover_megatron.workload.samples import Streams
 
 
 @pytest.fixture
@@ -48,3 +50,18 @@ def test_an_error_of_this_rank_alone_ends_it(keeper, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(CheckpointException):
         checkpoints_of.save_checkpoint(save, 1, [])
+
+
+def test_what_the_last_replica_rescues_has_its_streams(keeper, tmp_path):
+    """Or a resume under `versatile` would read samples twice."""
+    checkpoints_of, session = keeper
+    streams = Streams((5, 3))
+    checkpoints_of._feed.streams = streams
+    session.holds_iteration = True
+    names = "model optimizer opt_param_scheduler num_floating_point_operations_so_far"
+    more = ("checkpointing_context", "train_data_iterator")
+    checkpoints_of._at = dict.fromkeys((*names.split(), *more)) | {"iteration": 7}
+    session.rescue()
+    (saved,) = checkpoints_of._training.save_checkpoint_and_time.mock_calls
+    assert saved.args[0] == 7
+    assert load_streams(str(tmp_path), 7, 1) == streams

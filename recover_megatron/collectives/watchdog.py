@@ -51,6 +51,7 @@ _FORMAT = f"{len(_WATCHED)}d"
 _LEAVES, _SAID = len(_WATCHED), len(_WATCHED) + 1
 # Linux's prctl(2).
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_LIBC = ctypes.CDLL(None)
 # What may be sent to the rank's parent is meant for the rank.
 _PASSED_ON = ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "CONT", "ALRM")
 MPI_LIMIT_S = 30.0
@@ -97,7 +98,7 @@ class Watchdog:
         parent, child = os.getpid(), os.fork()
         if child:
             _watch_and_end(self._page, child, trace_path or "")
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
         faulthandler.enable()  # or Open MPI's own handler would hold a crashed rank for a minute
@@ -173,20 +174,26 @@ class Watchdog:
         struct.pack_into("d", self._page, what * struct.calcsize("d"), deadline)
 
 
-def prctl(option: int, value: object) -> None:
+def _prctl(option: int, value: object) -> None:
     """Linux's prctl(2) for this process; where it fails, nothing is lost but a convenience."""
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    _LIBC.prctl(option, value, 0, 0, 0)
+
+
+def end_with_parent(number: int) -> None:
+    """The kernel sends this process the signal `number` when its parent has ended. Does nothing but
+    ask the kernel, so it may be called between fork and exec."""
+    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
     """Descendants of this process whose parents have ended become its children."""
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _watch_and_end(page: mmap.mmap, rank: int, trace_path: str) -> NoReturn:
     """The watchdog's own part: never returns into the rank's code, whatever happens."""
     try:
-        prctl(_PR_SET_NAME, NAME.encode())
+        _prctl(_PR_SET_NAME, NAME.encode())
         adopt_orphans()
         for name in _PASSED_ON:
             signal.signal(getattr(signal, f"SIG{name}"), lambda number, _: _send(rank, number))

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from recover_megatron.console import say
 from recover_megatron.hosts.folder import HostFolder
 from recover_megatron.hosts.tunnel import Tunnel
-from recover_megatron.hosts.tunnel import log as print_error
 
 SETTINGS = "RECOVER_AGENT_SETTINGS"
 # Where a daemon finds its parent: `prte_hnp_uri "prterun-h0-1@0.0;tcp://10.0.0.1:3456:24"`.
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     log = Path(settings["logs"]) / f"host.{host}.log"
     found = URI.search(command)
     if found is None:
-        print_error(f"recover: no address of mpirun in the command for host {host}")
+        say(f"no address of mpirun in the command for host {host}")
         return 1
     address, port = found[2], int(found[3])
     tunnel = Tunnel(
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         remote.kill()  # it would wait for a host that is out of reach
         os._exit(0)  # a code would be taken for the host's loss
     code = remote.wait()
-    print_error(f"recover: host {host} did not start (code {code}): {_last(log)}")
+    say(f"host {host} did not start (code {code}): {_last(log)}")
     return code or 1
 
 

@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from recover_megatron.console import say
 from recover_megatron.hosts.agent import URI
 from recover_megatron.hosts.folder import HostFolder
-from recover_megatron.hosts.tunnel import Tunnel, address_towards, log
+from recover_megatron.hosts.tunnel import Tunnel, address_towards
 from recover_megatron.hosts.witness import Witness
 
 _END_S = 10.0  # from the end of this host's ranks to that of all others
@@ -61,7 +62,7 @@ def _serve(order: dict[str, Any], folder: HostFolder) -> int:
         start_new_session=True,
     )
     signal.signal(signal.SIGTERM, lambda number, frame: _kill_group(daemon))
-    log(f"relay on {host}: daemon {daemon.pid}, witness at {here}:{witness.port}")
+    say(f"daemon {daemon.pid}, witness at {here}:{witness.port}", f"relay on {host}")
     try:
         code = _wait(daemon, tunnel, witness, mpirun_is_fenced)
     except BaseException:
@@ -73,7 +74,7 @@ def _serve(order: dict[str, Any], folder: HostFolder) -> int:
         if launcher_name in folder.lines("dead") | folder.lines("silent"):
             _in_the_launchers_place(order["orphaned"], witness, launcher_name)
     witness.stop()
-    log(f"relay on {host}: ends, daemon's code {code}")
+    say(f"ends, daemon's code {code}", f"relay on {host}")
     return code
 
 
@@ -93,7 +94,7 @@ def _wait(
         if witness.left != 0:
             continue
         if tunnel.far_lost.is_set() or mpirun_is_fenced() or witness.folder.has("no_quorum"):
-            log("relay: mpirun is out of reach and no rank is left here")
+            say("mpirun is out of reach and no rank is left here", "relay")
             _kill_group(daemon)
             return None
 
@@ -114,7 +115,7 @@ def _in_the_launchers_place(
     if code and command:
         if not witness.take_duty(launcher):
             return
-        log(f"relay: in the launcher's place: {' '.join(command)}")
+        say(f"in the launcher's place: {' '.join(command)}", "relay")
         with contextlib.suppress(OSError):
             subprocess.run(command, timeout=_END_S, check=False)
 

@@ -6,19 +6,14 @@ import contextlib
 import hmac
 import selectors
 import socket
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
 import psutil
 
+from recover_megatron.console import say
+
 _BLOCK = 1 << 16
-
-
-def log(text: str) -> None:
-    """A line for the host's log, which may be gone with the shell that started this."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
 
 
 class Tunnel:
@@ -61,7 +56,7 @@ class Tunnel:
     def _connect(self, client: socket.socket) -> None:
         try:
             if self._admit and not admits(client, self._admit):
-                log("tunnel: a client without the job's password was refused")
+                say("a client without the job's password was refused", "tunnel")
                 client.close()
                 return
             target = socket.create_connection(self._target)
@@ -70,7 +65,7 @@ class Tunnel:
             for end in (client, target):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
-            log(f"tunnel: no way to {self._target[0]}:{self._target[1]} ({error})")
+            say(f"no way to {self._target[0]}:{self._target[1]} ({error})", "tunnel")
             client.close()  # it would wait for ever
             return
         self.joined.set()
@@ -78,7 +73,7 @@ class Tunnel:
         try:
             self._pump(near, far)
         except OSError as error:  # of the near end: of the far one it is hidden
-            log(f"tunnel: the near end failed ({error})")
+            say(f"the near end failed ({error})", "tunnel")
             self.ended.set()
             far.close()
 

@@ -26,8 +26,9 @@ import time
 from dataclasses import dataclass, field
 
 from recover_megatron.collectives.quorum import running
+from recover_megatron.console import say
 from recover_megatron.hosts.folder import HostFolder
-from recover_megatron.hosts.tunnel import admits, log, own_addresses
+from recover_megatron.hosts.tunnel import admits, own_addresses
 
 _POLL_S = 0.05
 _BEAT_S = 1.0
@@ -122,12 +123,14 @@ class Witness:
     def _connect(self, where: tuple[str, int], name: str = "") -> None:
         """Until it succeeds, the peer is known to be lost, or _RETRY_S have passed."""
         limit = time.monotonic() + _RETRY_S
+        if self._try_to_connect(where):
+            return
         while time.monotonic() < limit and not self._stopped.wait(_RETRY_EVERY_S):
             lost = self.folder.lines("dead") | self.folder.lines("fenced")
             if name in lost or self._try_to_connect(where):
                 return
         if not self._stopped.is_set():
-            log(f"witness on {self.name}: gave up {where[0]}:{where[1]}")
+            self._log(f"gave up {where[0]}:{where[1]}")
 
     def _try_to_connect(self, where: tuple[str, int]) -> bool:
         try:
@@ -136,7 +139,7 @@ class Witness:
             link.sendall(f"{self._password}\n".encode())
             self._introduce_ourselves(link)
         except OSError as error:
-            log(f"witness on {self.name}: no link to {where[0]}:{where[1]} ({error}); tried again")
+            self._log(f"no link to {where[0]}:{where[1]} ({error}); tried again")
             return False
         self._add(link)
         return True
@@ -170,7 +173,7 @@ class Witness:
             data = b""
         except OSError as error:
             self._ready.unregister(peer.link)  # unreachable: no proof
-            log(f"witness on {self.name}: the link to {peer.name or 'a peer'} failed ({error})")
+            self._log(f"the link to {peer.name or 'a peer'} failed ({error})")
             if peer.name:
                 where = (peer.address, peer.port)
                 threading.Thread(target=self._connect, args=(where, peer.name), daemon=True).start()
@@ -212,6 +215,9 @@ class Witness:
             case ["done", code]:
                 if not self.folder.has("done"):
                     self.folder.write("done", f"{code}\n")
+
+    def _log(self, text: str) -> None:
+        say(text, f"witness on {self.name}")
 
     def _supersede(self, old: Peer | None) -> None:
         """A peer that was taken for lost has a new link: the end of the old one proves nothing."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from recover_megatron.console import say
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools.run_folder import newest_run
 from recover_megatron.tools.run_record import RunRecord, missing_samples
@@ -49,10 +49,9 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from None
     if len(common) < max(len(record.losses), len(losses)):
-        print(
-            f"recover: compared are the {len(common)} iterations {_span(common)} that both have, "
-            f"of {len(record.losses)} and {len(losses)}",
-            file=sys.stderr,
+        say(
+            f"compared are the {len(common)} iterations {_span(common)} that both have, of "
+            f"{len(record.losses)} and {len(losses)}"
         )
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)

@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     if job.warning:
         say(f"warning: {job.warning}")
     run_dir = fresh_run_folder(Path(trace_dir))
-    if str(run_dir) != trace_dir:
+    if run_dir != Path(trace_dir):
         say(f"{trace_dir} holds an earlier run; this one's folder is {run_dir}")
         script = [*script, TRACE_FLAG, str(run_dir)]  # the last one counts
     code = Start(

@@ -7,7 +7,7 @@ console or itself, mpirun neither dies of it nor goes on without it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import os
 import queue
 import shutil
@@ -26,6 +26,7 @@ import psutil
 from recover_megatron.adapters.megatron.arguments import Job
 from recover_megatron.adapters.megatron.session import STOP_SIGNAL
 from recover_megatron.collectives.transport import EAGER_BYTES
+from recover_megatron.collectives.watchdog import end_with_parent
 from recover_megatron.console import say
 from recover_megatron.errors import ConfigError
 from recover_megatron.tools.verdict import has_committed
@@ -124,7 +125,7 @@ def run_mpirun(
             stdin=subprocess.DEVNULL,  # it would read what is meant for the caller
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            preexec_fn=_end_with_launcher,  # noqa: PLW1509  calls the kernel and nothing else
+            preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),  # noqa: PLW1509
         )
         assert process.stdout is not None
         assert process.stderr is not None
@@ -139,11 +140,6 @@ _ENDING_SIGNALS = (
     *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM),
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
-_LIBC = ctypes.CDLL(None)
-
-
-def _end_with_launcher() -> None:
-    _LIBC.prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 class Pump(contextlib.AbstractContextManager["Pump"]):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from recover_megatron.collectives.watchdog import adopt_orphans
+from recover_megatron.console import say
 from recover_megatron.errors import ConfigError
 from recover_megatron.trace import JOB_FOLDER
 
@@ -26,7 +27,8 @@ def fresh_run_folder(asked: Path) -> Path:
     Raises ConfigError for a folder that cannot be made or written.
     """
     try:
-        folder = next(f for f in (asked, *_restarts(asked)) if not holds_run(f))
+        restarts = (_restart(asked, number) for number in itertools.count(1))
+        folder = next(f for f in itertools.chain([asked], restarts) if not holds_run(f))
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
@@ -37,23 +39,23 @@ def fresh_run_folder(asked: Path) -> Path:
 
 
 def newest_run(folder: Path) -> Path:
-    """The run in `folder` that began last: itself, or its last `restart-N`, which is said."""
-    found = folder
-    for restart in _restarts(folder):
-        if not holds_run(restart):
-            break
-        found = restart
-    if found != folder:
-        print(f"recover: the last run in {folder} is {found}", file=sys.stderr)
-    return found
+    """The run in `folder` that began last: itself, or its last `restart-N`, which is said. Numbers
+    may be missing: Slurm counts restarts that came to nothing, too."""
+    numbers = (path.name.removeprefix("restart-") for path in folder.glob("restart-*"))
+    restarts = [_restart(folder, int(n)) for n in numbers if n.isdigit()]
+    held = sorted(filter(holds_run, restarts), key=lambda path: int(path.name[8:]))
+    if not held:
+        return folder
+    say(f"the last run in {folder} is {held[-1]}")
+    return held[-1]
 
 
 def holds_run(folder: Path) -> bool:
     return any(next(folder.glob(mark), None) is not None for mark in _MARKS)
 
 
-def _restarts(folder: Path) -> list[Path]:
-    return [folder / f"restart-{n}" for n in range(1, 10_000)]
+def _restart(folder: Path, number: int) -> Path:
+    return folder / f"restart-{number}"
 
 
 class JobFolder(contextlib.AbstractContextManager["JobFolder"]):

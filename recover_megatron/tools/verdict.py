@@ -12,7 +12,7 @@ from typing import Any
 
 from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE
 from recover_megatron.console import say
-from recover_megatron.trace import read_traces
+from recover_megatron.trace import read_traces, text_of
 
 _ERROR = "recover-megatron launch: error"
 EXIT_NOBODY = 1  # no replica reached the end
@@ -24,7 +24,7 @@ def exit_code(mpirun_code: int, marker: Path, job_folder: Path | None = None) ->
     traces. If none did: EXIT_UNRECOVERABLE where all replicas met the same error, else EXIT_NOBODY
     or mpirun's own; why is said on the console."""
     for place in (marker, job_folder and job_folder / "done"):
-        if place and (text := _text(place)).isdigit():
+        if place and (text := text_of(place).strip()).isdigit():
             return int(text)
     events = sorted(read_traces(marker.parent), key=lambda e: float(e["time"]))
     if (code := _agreed(events)) is not None:
@@ -104,10 +104,3 @@ def _first_death(events: Sequence[Event]) -> str:
             "the hardware"
         )
     return said
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except (OSError, ValueError):
-        return ""

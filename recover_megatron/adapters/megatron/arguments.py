@@ -228,7 +228,7 @@ def _check_load(args: argparse.Namespace) -> None:
     if not args.load or "://" in args.load or args.non_persistent_ckpt_type:
         return
     if not (Path(args.load) / TRACKER).is_file():
-        if args.save and os.path.abspath(args.save) == os.path.abspath(args.load):
+        if _resumes_itself(args):
             return
         if args.pretrained_checkpoint:
             return
@@ -241,11 +241,17 @@ def _check_load(args: argparse.Namespace) -> None:
         checkpoint_folder(args.load)
 
 
+def _resumes_itself(args: argparse.Namespace) -> bool:
+    return bool(args.load and args.save) and (
+        os.path.abspath(args.load) == os.path.abspath(args.save)
+    )
+
+
 def _overwrites(args: argparse.Namespace) -> str:
     """Of a job that starts from scratch, or from elsewhere, into a used folder."""
     if not args.save or "://" in args.save or not (Path(args.save) / TRACKER).is_file():
         return ""
-    if args.load and os.path.abspath(args.load) == os.path.abspath(args.save):
+    if _resumes_itself(args):
         return ""
     return (
         f"--save {args.save} holds checkpoints that this job does not load: it will overwrite them "

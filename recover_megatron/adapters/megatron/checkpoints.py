@@ -195,6 +195,7 @@ class Checkpoints:
             return
         session.watchdog.between()
         self._rescuing, self._failure = True, None
+        self._save_streams(iteration)
         self._save(bound)
         if self._failure is None and session.position == 0:
             session.trace.emit("rescued", iteration=iteration, save=session.args.save)

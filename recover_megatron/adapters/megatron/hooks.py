@@ -252,7 +252,8 @@ class Hooks:
             session.layout.replicas,
             size,
         )
-        if found is not None and streams not in (None, found) and found.skipped:
+        changed = streams not in (None, found)
+        if found is not None and changed and found.skipped and session.speaks:
             session.terminal.warn(
                 "streams",
                 f"the checkpoint's {len(found.positions)} sample streams of {found.size} samples a "

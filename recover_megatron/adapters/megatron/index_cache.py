@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from recover_megatron.trace import write_atomically
+from recover_megatron.trace import text_of, write_atomically
 
 _STAMPS = "recover_stamps"
 _ENDS = 1 << 20  # bytes at both ends of an .idx file that are hashed
@@ -40,7 +40,7 @@ def sweep(prefixes: Sequence[str], cache: str | None) -> list[str]:
 
 def _sweep_one(prefix: str, folder: Path) -> list[str]:
     stamp = folder / _STAMPS / (hashlib.sha256(os.path.abspath(prefix).encode()).hexdigest()[:32])
-    known, now = _text(stamp), identity(prefix)
+    known, now = text_of(stamp), identity(prefix)
     sets = list(_sets_of(prefix, folder))
     found = []
     # Without a stamp, by another program: as old as its files say.
@@ -93,13 +93,6 @@ def _whole(file: Path) -> bool:
     except (ValueError, EOFError):
         return False
     return True
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return ""
 
 
 def one_at_a_time(stock: Callable[..., Any], *args: Any, **more: Any) -> Any:

@@ -25,6 +25,7 @@ from recover_megatron.errors import Unrecoverable
 from recover_megatron.workload.samples import sample_ids
 
 Schedule = Callable[..., Losses]
+_signature = functools.cache(inspect.signature)  # asked for with each microbatch
 
 
 class Schedules:
@@ -261,7 +262,7 @@ class Schedules:
         if self._microbatches is not None:
             from megatron.core import parallel_state
 
-            model = inspect.signature(stock).bind(*args, **more).arguments["model"]
+            model = _signature(stock).bind(*args, **more).arguments["model"]
             chunk = next(k for k, one in enumerate(self._chunks) if one is model)
             number = self._forwards_of.get(chunk, 0)
             self._forwards_of[chunk] = number + 1
@@ -274,7 +275,7 @@ class Schedules:
         """Every loss is scaled by the constant B, whatever number this replica computes. Padding
         weighs nothing."""
         session = self._session
-        bound = inspect.signature(stock).bind(*args, **more)
+        bound = _signature(stock).bind(*args, **more)
         if self._microbatches is None:
             session.watchdog.between()  # an evaluation goes on
             session.injector.enter("evaluate")
