@@ -9,7 +9,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["recover_megatron", "recover_megatron.*"]),
-    package_data={"recover_megatron.tools": ["report.html"]},
+    package_data={"recover_megatron.record": ["report.html"]},
     install_requires=[
         "torch==2.13.0",
         "megatron-core==0.16.1",
@@ -41,5 +41,5 @@ setup(
         # build it from https://github.com/NVIDIA/apex where you want its fused kernels.
         "gpu": ["transformer-engine[pytorch]"],
     },
-    entry_points={"console_scripts": ["recover-megatron=recover_megatron.tools.cli:main"]},
+    entry_points={"console_scripts": ["recover-megatron=recover_megatron.cli:main"]},
 )

@@ -51,7 +51,7 @@ def main() -> int:
     if args.job:
         job(args.mb, args.rounds)
         return 0
-    from recover_megatron.tools.mpirun import mpirun_prefix
+    from recover_megatron.launch.mpirun import mpirun_prefix
 
     me = [sys.executable, __file__, "--job", "--mb", str(args.mb), "--rounds", str(args.rounds)]
     for btl in ("tcp,self,sm", "tcp,self"):

@@ -18,7 +18,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from recover_megatron.tools.mpirun import mpirun_prefix
+from recover_megatron.launch.mpirun import mpirun_prefix
 
 HERE = Path(__file__).resolve().parent.parent
 

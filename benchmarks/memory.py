@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from recover_megatron.tools.rehearsal import (  # noqa: E402
+from recover_megatron.testing.rehearsal import (  # noqa: E402
     Rehearsal,
     corpus,
     descendants,

@@ -2,10 +2,10 @@
 
     python benchmarks/ulfm_bugs.py --jobs 40
 
-Each job is tests/jobs/driver_job.py with 8 replicas of 2 ranks; four replicas are killed at random
-moments inside all-reduces of 1 MB, so four must be left. A replica lost beyond that, a job without
-survivors, a hang (2 minutes) and a wrong sum are counted. The conditions alternate job by job, so
-that they meet the same machine. Prints one line a job and a table at the end.
+Each job is testing/jobs/driver_job.py with 8 replicas of 2 ranks; four replicas are killed at
+random moments inside all-reduces of 1 MB, so four must be left. A replica lost beyond that, a job
+without survivors, a hang (2 minutes) and a wrong sum are counted. The conditions alternate job by
+job, so that they meet the same machine. Prints one line a job and a table at the end.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections import Counter
 from pathlib import Path
 
 from recover_megatron.adapters.megatron.arguments import read_job
-from recover_megatron.tools.mpirun import mpirun_command
-from recover_megatron.tools.rehearsal import run_job
-from recover_megatron.tools.run_record import RunRecord
+from recover_megatron.launch.mpirun import mpirun_command
+from recover_megatron.record.run_record import RunRecord
+from recover_megatron.testing.rehearsal import run_job
 
 REPLICAS, KILLS, HANGS_AFTER_S = 8, 4, 120.0
 TCP = ("btl", "tcp,self")

@@ -1,10 +1,9 @@
-"""tests/jobs/driver_job.py with one habit of ours taken away, for ulfm_bugs.py to compare."""
+"""testing/jobs/driver_job.py with one habit of ours taken away, for ulfm_bugs.py to compare."""
 
 from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from recover_megatron.collectives.guard import GuardedCommunicator
 
@@ -13,9 +12,7 @@ if os.environ.get("BENCH_NO_SETTLE"):
 
 if __name__ == "__main__":
     from recover_megatron.adapters.megatron import bootstrap, session
-
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tests.jobs import driver_job
+    from recover_megatron.testing.jobs import driver_job
 
     session._own_torch_world = lambda *facts: None  # torch is not needed, and slow to import
     driver_job.STEPS = int(os.environ.get("BENCH_STEPS", driver_job.STEPS))

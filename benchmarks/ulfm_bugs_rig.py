@@ -1,4 +1,4 @@
-"""As ulfm_bugs.py, but over four hosts of tests/rig.py, of which three are killed, or their ranks.
+"""As ulfm_bugs.py, but over four hosts of testing/rig.py: three are killed, or their ranks.
 
     sudo python benchmarks/ulfm_bugs_rig.py --jobs 30
     sudo python benchmarks/ulfm_bugs_rig.py --jobs 30 --kill ranks --mb 16
@@ -22,15 +22,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from recover_megatron.adapters.megatron.arguments import read_job  # noqa: E402
-from recover_megatron.tools.launch_hosts import HostJob, parse_hosts  # noqa: E402
-from recover_megatron.tools.mpirun import mpirun_command, run_mpirun  # noqa: E402
-from recover_megatron.tools.rehearsal import environment  # noqa: E402
-from recover_megatron.tools.run_record import RunRecord, last_iteration  # noqa: E402
-from tests.rig import Rig  # noqa: E402
+from recover_megatron.adapters.megatron.arguments import read_job
+from recover_megatron.launch.host_job import HostJob, parse_hosts
+from recover_megatron.launch.mpirun import mpirun_command, run_mpirun
+from recover_megatron.record.run_record import RunRecord, last_iteration
+from recover_megatron.testing.rehearsal import environment
+from recover_megatron.testing.rig import Rig
 
 HOSTS, HANGS_AFTER_S = 4, 120.0
 REPLICAS = {"hosts": 8, "ranks": 4}

@@ -21,8 +21,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from recover_megatron.tools import compare
-from recover_megatron.tools.rehearsal import Jobs, Rehearsal, corpus
+from recover_megatron.record import compare
+from recover_megatron.testing.rehearsal import Jobs, Rehearsal, corpus
 
 LIMIT = 1e-5  # largest accepted difference of the loss
 FAULTS = "1.3@6:sync.2,0.1@14:backward.1"

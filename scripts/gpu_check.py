@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from recover_megatron.tools.compare import Log, max_difference
-from recover_megatron.tools.rehearsal import Rehearsal, corpus, run_job
-from recover_megatron.tools.run_record import RunRecord
+from recover_megatron.record.compare import Log, max_difference
+from recover_megatron.record.run_record import RunRecord
+from recover_megatron.testing.rehearsal import Rehearsal, corpus, run_job
 
 REPLICAS, ITERATIONS, KILLED_AT = 3, 12, 6
 OPTIONS = ("--recover-bucket-mb", "1", "--recover-check-replicas-interval", "1")

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-from recover_megatron.tools.compare import Log, max_difference, samples_identical
-from recover_megatron.tools.rehearsal import Rehearsal, corpus, run_job
-from recover_megatron.tools.run_record import RunRecord
+from recover_megatron.record.compare import Log, max_difference, samples_identical
+from recover_megatron.record.run_record import RunRecord
+from recover_megatron.testing.rehearsal import Rehearsal, corpus, run_job
 
 REPLICAS, KILLS, EVERY = 4, 2, 4
 OPTIONS = ("--recover-bucket-mb", "0.05", "--recover-check-replicas-interval", "1")

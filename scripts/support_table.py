@@ -16,10 +16,9 @@ import xml.etree.ElementTree as ElementTree
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from recover_megatron.testing.combinations import COMBINATIONS, NOT_ON_A_CPU, Combination
 
-from tests.combinations import COMBINATIONS, NOT_ON_A_CPU, Combination  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 SCRIPTS = ("pretrain.py", "pretrain_gpt.py")
 BEGIN, END = "<!-- support table: made by scripts/support_table.sh -->", "<!-- end of table -->"

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.tools.rehearsal import MEGATRON_LM_PATH, SCRIPT, corpus, environment, run_job
+from recover_megatron.testing.rehearsal import (
+    MEGATRON_LM_PATH,
+    SCRIPT,
+    corpus,
+    environment,
+    run_job,
+)
 
 NO_CHECKOUT = f"{MEGATRON_LM_PATH} names no Megatron-LM checkout"
 

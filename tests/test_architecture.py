@@ -21,31 +21,36 @@ MAY_IMPORT = {
     "recovery": {"workload"},
     "hosts": {"collectives"},
     "adapters": {"collectives", "recovery", "workload", "hosts"},
-    "pretrain": {"workload", "pretrain_arguments"},
-    "pretrain_arguments": set(),
-    "simulation": {"recovery", "workload"},
-    "tools": {"adapters", "collectives", "recovery", "workload", "hosts", "simulation"},
+    "examples": {"workload"},
+    "record": {"workload"},
+    "data": set(),
+    "goodput": {"recovery", "workload"},
+    "launch": {"adapters", "collectives", "hosts", "record"},
+    "cli": {"launch", "record", "data", "goodput"},
+    "testing": {
+        *("adapters", "collectives", "recovery", "workload", "record", "data"),
+    },
 }
 OWNERS = {  # outside library -> the only places that may import it
     "mpi4py": {"collectives/ulfm.py"},
-    "megatron": {"adapters/megatron/", "pretrain.py", "tools/prepare_data.py"},
-    "torch": {"adapters/megatron/", "pretrain.py", "pretrain_arguments.py", "tools/launch.py"},
-    "matplotlib": {"tools/compare.py", "tools/report.py", "tools/simulate.py"},
-    "jinja2": {"tools/report.py"},
-    "yaml": {"tools/run_config.py", "tools/simulate.py"},
+    "megatron": {"adapters/megatron/", "examples/gpt/", "data/prepare_data.py"},
+    "torch": {"adapters/megatron/", "examples/gpt/", "launch/command.py"},
+    "matplotlib": {"record/compare.py", "record/report.py", "goodput/simulate.py"},
+    "jinja2": {"record/report.py"},
+    "yaml": {"launch/run_config.py", "goodput/simulate.py"},
     "rich": {
-        "tools/doctor.py",
-        "tools/prepare_c4.py",
-        "tools/rehearsal.py",
-        "tools/simulate.py",
-        "tools/status.py",
+        "launch/doctor.py",
+        "data/prepare_c4.py",
+        "testing/rehearsal.py",
+        "goodput/simulate.py",
+        "record/status.py",
     },
-    "tokenizers": {"tools/prepare_data.py"},
+    "tokenizers": {"data/prepare_data.py"},
 }
 PURE = [
     "recovery/machine.py",
     *(f"workload/{n}.py" for n in ("assignment", "policy", "samples")),
-    *(f"simulation/{n}.py" for n in ("costs", "run")),
+    *(f"goodput/{n}.py" for n in ("costs", "run")),
 ]
 
 

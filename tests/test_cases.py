@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.tools import prepare_data
-from recover_megatron.tools.compare import Log, max_difference
-from recover_megatron.tools.rehearsal import Rehearsal, environment
-from recover_megatron.tools.run_record import RunRecord
+from recover_megatron.data import prepare_data
+from recover_megatron.record.compare import Log, max_difference
+from recover_megatron.record.run_record import RunRecord
+from recover_megatron.testing.rehearsal import Rehearsal, environment
 from recover_megatron.trace import read_traces
 
 LOSS_LIMIT = 1e-5

@@ -14,10 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from recover_megatron.tools.compare import Log
-from recover_megatron.tools.rehearsal import SCRIPT
-from recover_megatron.tools.run_record import RunRecord
-from tests.combinations import COMBINATIONS, Combination
+from recover_megatron.record.compare import Log
+from recover_megatron.record.run_record import RunRecord
+from recover_megatron.testing.combinations import COMBINATIONS, Combination
+from recover_megatron.testing.rehearsal import SCRIPT
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 OPTIONS = ("--recover-bucket-mb", "0.05", "--recover-check-replicas-interval", "1")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron import cli
 from recover_megatron.adapters.megatron.arguments import (
     add_recovery_arguments,
     check_version,
@@ -23,9 +24,10 @@ from recover_megatron.adapters.megatron.arguments import (
 from recover_megatron.adapters.megatron.session import EXIT_TOO_FEW
 from recover_megatron.config import RecoveryConfig, flag_name
 from recover_megatron.errors import ConfigError
-from recover_megatron.tools import cli, launch, mpirun, verdict
-from recover_megatron.tools.launch_hosts import Host, parse_hosts, placement, without_spares
-from recover_megatron.tools.rehearsal import SCRIPT
+from recover_megatron.launch import command as launch
+from recover_megatron.launch import mpirun, verdict
+from recover_megatron.launch.host_job import Host, parse_hosts, placement, without_spares
+from recover_megatron.testing.rehearsal import SCRIPT
 from recover_megatron.trace import Trace
 
 FLAGS = "--recover --micro-batch-size 1 --global-batch-size 12".split()
@@ -199,7 +201,7 @@ def test_the_launcher_asks_once_then_hands_signals_on(tmp_path, training, signal
         "print('ready', flush=True)\ntime.sleep(60)"
     )
     parent = (
-        "import os, pathlib, sys; from recover_megatron.tools.mpirun import run_mpirun\n"
+        "import os, pathlib, sys; from recover_megatron.launch.mpirun import run_mpirun\n"
         f"command, folder = [sys.executable, '-c', {code!r}], pathlib.Path({str(tmp_path)!r})\n"
         "sys.exit(run_mpirun(command, os.environ, lambda mpirun: mpirun.wait(), folder))"
     )

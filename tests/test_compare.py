@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.tools import cli
+from recover_megatron import cli
 from recover_megatron.trace import Trace
 
 

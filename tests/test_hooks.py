@@ -30,17 +30,19 @@ def fake_session():
 
 
 def test_install_replaces_every_name_and_uninstall_restores_it():
-    from recover_megatron import pretrain
-    from recover_megatron import pretrain_arguments as arguments
     from recover_megatron.adapters.megatron.hooks import Hooks, Host
+    from recover_megatron.examples.gpt import arguments, checkpointing, global_vars, training
 
-    before = dict(vars(pretrain))
-    hooks = Hooks(fake_session(), Host(pretrain, arguments, (arguments,), pretrain, pretrain))
+    modules = (training, arguments, global_vars, checkpointing)
+    before = [dict(vars(module)) for module in modules]
+    host = Host(training, arguments, (arguments,), global_vars, checkpointing)
+    hooks = Hooks(fake_session(), host)
     hooks.install()
-    changed = {name for name, value in vars(pretrain).items() if value is not before.get(name)}
-    assert {"get_forward_backward_func", "finalize_model_grads", "save_checkpoint"} <= changed
+    for module, names in zip(modules, before, strict=True):
+        changed = {name for name, value in vars(module).items() if value is not names.get(name)}
+        assert changed, module.__name__
     hooks.uninstall()
-    assert dict(vars(pretrain)) == before
+    assert [dict(vars(module)) for module in modules] == before
 
 
 def test_a_megatron_without_a_hooked_name_is_refused_with_the_name():

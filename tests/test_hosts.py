@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE
-from recover_megatron.tools.compare import Log, max_difference
-from recover_megatron.tools.rehearsal import Rehearsal, environment
-from recover_megatron.tools.run_record import RunRecord, last_iteration
-from tests import rig as rigs
+from recover_megatron.record.compare import Log, max_difference
+from recover_megatron.record.run_record import RunRecord, last_iteration
+from recover_megatron.testing import rig as rigs
+from recover_megatron.testing.rehearsal import Rehearsal, environment
 
 ITERATIONS, MICROBATCHES = 60, 8
 LOSS_LIMIT = 1e-5

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron import cli
 from recover_megatron.adapters.megatron.arguments import read_job
 from recover_megatron.adapters.megatron.session import EXIT_CONFIG, EXIT_UNRECOVERABLE
-from recover_megatron.tools import cli
-from recover_megatron.tools.mpirun import mpirun_command
-from recover_megatron.tools.run_record import RunRecord
+from recover_megatron.launch.mpirun import mpirun_command
+from recover_megatron.record.run_record import RunRecord
+from recover_megatron.testing.jobs import driver_job
 
 STEPS, MICROBATCHES = 8, 12
 pytestmark = pytest.mark.mpi
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.mpi
 
 def mpirun(job: str, replicas: int, words: list[str]) -> list[str]:
     """The launcher's own line, with `job` run by python itself."""
-    script = str(Path(__file__).with_name("jobs") / job)
+    script = driver_job.__file__
+    if job != "driver_job.py":
+        script = str(Path(__file__).with_name("jobs") / job)
     command = mpirun_command(read_job(words), replicas, [script, *words])
     module = command.index("-m", command.index("-n"))
     return command[:module] + command[module + 2 :]
@@ -36,7 +39,7 @@ def said_by_ranks(output: str) -> list[str]:
 
 LAUNCHER = """
 import os, pathlib, sys
-from recover_megatron.tools import mpirun, verdict
+from recover_megatron.launch import mpirun, verdict
 folder = pathlib.Path(sys.argv[1])
 code = mpirun.run_mpirun(sys.argv[2:], os.environ, mpirun.wait_for_mpirun, folder)
 sys.exit(verdict.exit_code(code, folder / "exit_code"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.tools.rehearsal import environment
+from recover_megatron.testing.rehearsal import environment
 from tests import browser
 
 ROOT = Path(__file__).resolve().parent.parent

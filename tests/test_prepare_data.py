@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recover_megatron.tools import cli, prepare_c4
+from recover_megatron import cli
+from recover_megatron.data import prepare_c4
 
 
 def read(prefix):
@@ -289,7 +290,7 @@ def test_r7_the_locale_has_no_say(tmp_path):
     (tmp_path / "e.jsonl").write_bytes('{"text": "hé"}\n'.encode())
     code = (
         "import locale, pathlib, sys\n"
-        "from recover_megatron.tools.text_source import TextSource\n"
+        "from recover_megatron.data.text_source import TextSource\n"
         "locale.getpreferredencoding = lambda *a: 'ISO-8859-1'\n"
         "for name in sys.argv[1:]:\n"
         "    print(ascii(list(TextSource('text').documents(pathlib.Path(name)))))"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from recover_megatron.tools import cli
-from recover_megatron.tools.progress import Progress, TraceTail
-from recover_megatron.tools.status import page
+from recover_megatron import cli
+from recover_megatron.record.progress import Progress, TraceTail
+from recover_megatron.record.status import page
 from tests import browser
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron import cli
 from recover_megatron.errors import ConfigError
-from recover_megatron.tools import cli
-from recover_megatron.tools.model_size import model_size
-from recover_megatron.tools.rehearsal import Rehearsal
-from recover_megatron.tools.run_config import RunConfig, check_flags, load
-from recover_megatron.tools.run_record import RunRecord
+from recover_megatron.launch.model_size import model_size
+from recover_megatron.launch.run_config import RunConfig, check_flags, load
+from recover_megatron.record.run_record import RunRecord
+from recover_megatron.testing.rehearsal import Rehearsal
 from tests.conftest import checkout
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -67,7 +67,7 @@ def test_what_is_no_run_is_refused(tmp_path, text, sentence):
 )
 def test_each_flag_is_checked_against_the_scripts_own_parser(flags, sentence):
     with pytest.raises(ConfigError, match=sentence.replace("?", r"\?")):
-        check_flags(RunConfig("recover_megatron/pretrain.py", flags))
+        check_flags(RunConfig("recover_megatron/examples/gpt/pretrain.py", flags))
 
 
 def test_the_sizes_of_llama_7b():
@@ -133,7 +133,7 @@ def test_from_files_of_c4_to_a_launched_config(run, tmp_path):
                 lines.write(json.dumps({"text": module.read_text(), "url": "x"}) + "\n")
     words = ["prepare-c4", *files, "--output-prefix", tmp_path / "c4", "--workers", "1"]
     assert cli.main([str(word) for word in words]) == 0
-    command = ["python", "-m", "recover_megatron.tools.cli", "launch"]
+    command = ["python", "-m", "recover_megatron.cli", "launch"]
     settings = {
         "data-path": tmp_path / "c4",
         "split": "1,0,0",  # too few documents for a validation set

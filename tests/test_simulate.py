@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron import cli
 from recover_megatron.errors import ConfigError
-from recover_megatron.simulation.costs import Growth, Job, Recover, Restart
-from recover_megatron.simulation.failures import Failure, parse_failures
-from recover_megatron.simulation.run import simulate
-from recover_megatron.tools import cli
-from recover_megatron.tools.simulate import load, sweep
+from recover_megatron.goodput.costs import Growth, Job, Recover, Restart
+from recover_megatron.goodput.failures import Failure, parse_failures
+from recover_megatron.goodput.run import simulate
+from recover_megatron.goodput.simulate import load, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 CALIBRATIONS = sorted((ROOT / "configs" / "calibration").glob("*.yaml"))

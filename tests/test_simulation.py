@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from recover_megatron.collectives.scripted import Death
 from recover_megatron.config import POLICIES
+from recover_megatron.testing.scripted import Death
+from recover_megatron.testing.simulated_job import Schedule, check, simulate
 from recover_megatron.world import ReplicaLayout
-from tests.simulation import Schedule, check, simulate
 
 
 @pytest.mark.parametrize("inside", [False, True])

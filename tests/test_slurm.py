@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron import cli
 from recover_megatron.adapters.megatron.session import EXIT_STOPPED, EXIT_TOO_FEW
-from recover_megatron.tools import cli, slurm
-from recover_megatron.tools.compare import max_difference, read_log
-from recover_megatron.tools.rehearsal import Rehearsal, environment, run_job
-from recover_megatron.tools.run_record import RunRecord, last_iteration
+from recover_megatron.launch import slurm
+from recover_megatron.record.compare import max_difference, read_log
+from recover_megatron.record.run_record import RunRecord, last_iteration
+from recover_megatron.testing.rehearsal import Rehearsal, environment, run_job
+from recover_megatron.testing.rig import Rig
+from recover_megatron.testing.slurm_rig import Slurm, slurm_missing
 from recover_megatron.trace import read_traces
-from tests.rig import Rig
-from tests.slurm import Slurm, slurm_missing
 
 LOSS_LIMIT = 1e-5
 real = [
@@ -41,9 +42,7 @@ def test_the_batch_script_outlives_nodes_and_ends_with_a_checkpoint(
     options = {line.split(maxsplit=1)[1] for line in lines if line.startswith("#SBATCH")}
     assert {"--no-kill", "--requeue", "--signal=B:TERM@300", "--nodes=4"} <= options
     assert "--partition=gpu" in options
-    assert lines[-1].startswith(
-        f"exec {sys.executable} -m recover_megatron.tools.cli launch --slurm"
-    )
+    assert lines[-1].startswith(f"exec {sys.executable} -m recover_megatron.cli launch --slurm")
 
 
 def test_outside_an_allocation_the_size_must_be_said(capsys, data_prefix, monkeypatch):

@@ -14,23 +14,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from recover_megatron import cli
 from recover_megatron.adapters.megatron import bootstrap
 from recover_megatron.adapters.megatron.arguments import own_faults, read_job, refuse_unsupported
 from recover_megatron.adapters.megatron.index_cache import sweep
 from recover_megatron.adapters.megatron.replicas import fingerprint
 from recover_megatron.collectives.guard import SUBJECTS, GuardedCommunicator
 from recover_megatron.collectives.quorum import Evidence, Place, own_place, parse_place, running
-from recover_megatron.collectives.scripted import ScriptedJob
 from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import ConfigError, InvariantViolation
+from recover_megatron.examples.gpt.arguments import add_megatron_arguments, validate_args
 from recover_megatron.hosts import tunnel
 from recover_megatron.hosts.folder import HostFolder
 from recover_megatron.hosts.witness import Witness
-from recover_megatron.pretrain_arguments import add_megatron_arguments, validate_args
-from recover_megatron.tools import cli, mpirun, slurm, verdict
-from recover_megatron.tools.launch_hosts import FORWARDED, HostJob, parse_hosts, placement
-from recover_megatron.tools.rehearsal import SCRIPT
-from recover_megatron.tools.run_folder import fresh_run_folder, newest_run
+from recover_megatron.launch import mpirun, slurm, verdict
+from recover_megatron.launch.host_job import FORWARDED, HostJob, parse_hosts, placement
+from recover_megatron.record.run_folder import fresh_run_folder, newest_run
+from recover_megatron.testing.rehearsal import SCRIPT
+from recover_megatron.testing.scripted import ScriptedJob
 from recover_megatron.trace import Trace, read_traces, trace_path
 from recover_megatron.tracker import checkpoint_folder
 from recover_megatron.world import ReplicaLayout, World
@@ -139,7 +140,7 @@ def test_lines_of_a_trace_that_are_no_events_are_skipped(tmp_path):
 SLOW_READER = """
 import sys, time, os, subprocess
 from pathlib import Path
-from recover_megatron.tools import mpirun
+from recover_megatron.launch import mpirun
 mpirun.Pump._BLOCKS = 4
 mpirun.Pump._END_S = 0.5
 code = mpirun.run_mpirun(

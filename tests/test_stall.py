@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from recover_megatron.tools.stall import StallReport, waited_for
+from recover_megatron.launch.stall import StallReport, waited_for
 from recover_megatron.trace import Trace
 from recover_megatron.world import ReplicaLayout
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.collectives.scripted import Death
+from recover_megatron.testing.scripted import Death
+from recover_megatron.testing.simulated_job import Schedule, check, simulate
 from recover_megatron.world import ReplicaLayout
-from tests.simulation import Schedule, check, simulate
 
 FOLDER = Path(__file__).with_name("transcripts")
 

@@ -12,7 +12,7 @@ Array = Any  # numpy.ndarray
 
 
 # No message between two ranks of an all-reduce is larger, so that Open MPI sends it at once and
-# never by rendezvous, which can hang a survivor over TCP (docs/log.md). tools/mpirun.py tells it.
+# never by rendezvous, which can hang a survivor over TCP (docs/log.md). launch/mpirun.py tells it.
 EAGER_BYTES = 4 << 20
 
 

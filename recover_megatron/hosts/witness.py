@@ -32,7 +32,7 @@ from recover_megatron.hosts.tunnel import admits, own_addresses
 
 _POLL_S = 0.05
 _BEAT_S = 1.0
-# A shorter outage is ridden out by TCP. Less than MPI's own heartbeat (tools/mpirun.py), which
+# A shorter outage is ridden out by TCP. Less than MPI's own heartbeat (launch/mpirun.py), which
 # finds the ranks of a host one by one.
 SILENT_S = 15.0
 _RETRY_EVERY_S, _RETRY_S = 1.0, 600.0  # of a link that failed

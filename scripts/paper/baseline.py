@@ -23,7 +23,7 @@ from typing import TextIO
 import psutil
 from devices import Devices, process_of
 
-from recover_megatron.tools.rehearsal import Jobs, Rehearsal, environment
+from recover_megatron.testing.rehearsal import Jobs, Rehearsal, environment
 
 _EVENTS = (
     ("iteration", re.compile(r" iteration\s+(\d+)/")),

@@ -14,7 +14,7 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from recover_megatron.tools.rehearsal import descendants
+from recover_megatron.testing.rehearsal import descendants
 
 ROOT = Path("/sys/fs/cgroup/cpu")  # version 1, which groups threads
 PERIOD_US = 20_000

@@ -14,9 +14,9 @@ from typing import Any
 
 from experiment import write_csv, write_summary
 
-from recover_megatron.tools.compare import Log
-from recover_megatron.tools.rehearsal import Jobs, Rehearsal, corpus
-from recover_megatron.tools.run_record import RunRecord
+from recover_megatron.record.compare import Log
+from recover_megatron.record.run_record import RunRecord
+from recover_megatron.testing.rehearsal import Jobs, Rehearsal, corpus
 
 EXACT_LIMIT, VERSATILE_LIMIT = 1e-5, 0.02  # the largest difference; Curve.versatile
 POLICIES = ("exact", "versatile")

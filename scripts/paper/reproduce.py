@@ -18,7 +18,7 @@ import page
 import restart
 import simulated
 
-from recover_megatron.tools.rehearsal import Jobs
+from recover_megatron.testing.rehearsal import Jobs
 
 DATA = Path("runs/data")
 DOCS = Path("docs/reproduction.md")

@@ -18,9 +18,9 @@ from baseline import Event, History, supervise
 from devices import Devices, missing
 from experiment import write_csv, write_summary
 
-from recover_megatron.tools.compare import Log
-from recover_megatron.tools.rehearsal import Jobs, Rehearsal, corpus
-from recover_megatron.tools.run_record import RunRecord
+from recover_megatron.record.compare import Log
+from recover_megatron.record.run_record import RunRecord
+from recover_megatron.testing.rehearsal import Jobs, Rehearsal, corpus
 
 FLAGS = ("--recover-bucket-mb", "0.2", "--recover-check-replicas-interval", "50")
 

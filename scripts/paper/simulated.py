@@ -13,11 +13,11 @@ from typing import Any
 
 from experiment import published, read_csv, write_csv, write_summary
 
-from recover_megatron.simulation.costs import Growth, Job, Recover, Restart
-from recover_megatron.simulation.failures import Failure, parse_failures
-from recover_megatron.simulation.run import Result, simulate
-from recover_megatron.tools.simulate import load, plot, sweep
-from recover_megatron.tools.simulate import write_csv as write_outcomes
+from recover_megatron.goodput.costs import Growth, Job, Recover, Restart
+from recover_megatron.goodput.failures import Failure, parse_failures
+from recover_megatron.goodput.run import Result, simulate
+from recover_megatron.goodput.simulate import load, plot, sweep
+from recover_megatron.goodput.simulate import write_csv as write_outcomes
 
 CONFIGS = Path("configs/calibration")
 COLUMNS = ("table", "figure", "published", "simulated", "error")

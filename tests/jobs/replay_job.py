@@ -21,13 +21,13 @@ def main() -> None:
     cpu.install_core()
     from torch.utils.data import default_collate
 
-    from recover_megatron import pretrain
+    from recover_megatron.examples.gpt import pretrain, training
 
     def in_order(dataset, consumed_samples):
         return (default_collate([dataset[i % len(dataset)]]) for i in samples)
 
-    pretrain.build_pretraining_data_loader = in_order
-    pretrain.main()
+    training.build_pretraining_data_loader = in_order
+    training.pretrain(pretrain.forward_step)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Megatron-LM and megatron-core as host framework. With pretrain.py the only owner of Megatron."""
+"""Megatron-LM and megatron-core as host framework. With examples/ the only owner of Megatron."""

@@ -42,6 +42,7 @@ _STOPS = (
     (StopRequested, EXIT_STOPPED),
 )
 PLATFORM_FLAG = "--recover-platform"
+_EXAMPLE = "recover_megatron.examples.gpt"  # its modules bear megatron.training's names
 
 
 def main(argv: Sequence[str], namespace: dict[str, Any]) -> None:
@@ -182,7 +183,7 @@ def _quick_imports() -> Iterator[None]:
 
 
 def is_ours(script: str) -> bool:
-    ours = importlib.util.find_spec("recover_megatron.pretrain")
+    ours = importlib.util.find_spec(f"{_EXAMPLE}.pretrain")
     return ours is not None and ours.origin is not None and os.path.samefile(script, ours.origin)
 
 
@@ -197,9 +198,9 @@ def _platform(script: str, platform: str) -> None:
             cpu.install_training()
 
 
-def _import_training(script: str) -> Any:
+def _import_training(script: str) -> None:
     try:
-        return importlib.import_module("megatron.training.training")
+        importlib.import_module("megatron.training.training")
     except ModuleNotFoundError as error:
         if error.name not in ("megatron", "megatron.training"):
             raise
@@ -212,14 +213,12 @@ def _import_training(script: str) -> Any:
 def _host(script: str) -> Any:
     from recover_megatron.adapters.megatron.hooks import Host
 
-    if is_ours(script):
-        ours = importlib.import_module("recover_megatron.pretrain")
-        arguments = importlib.import_module("recover_megatron.pretrain_arguments")
-        return Host(ours, arguments, (arguments,), ours, ours)
-    training = _import_training(script)
-    arguments, initialize, writers, checkpointing = (
-        importlib.import_module(f"megatron.training.{name}")
-        for name in ("arguments", "initialize", "global_vars", "checkpointing")
+    package = _EXAMPLE if is_ours(script) else "megatron.training"
+    if package != _EXAMPLE:
+        _import_training(script)
+    training, arguments, initialize, writers, checkpointing = (
+        importlib.import_module(f"{package}.{name}")
+        for name in ("training", "arguments", "initialize", "global_vars", "checkpointing")
     )
     holders = tuple(m for m in (arguments, initialize) if hasattr(m, "validate_args"))
     return Host(training, arguments, holders, writers, checkpointing)

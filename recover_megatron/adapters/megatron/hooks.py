@@ -1,7 +1,7 @@
 """The hooks in Megatron's training loop: every name that is replaced, in one table.
 
 `Host` names the modules that hold them: Megatron-LM's own `megatron.training`, or
-`recover_megatron.pretrain`, whose functions bear the same names. Hook letters as in
+`recover_megatron.examples.gpt`, whose modules and functions bear the same names. Hook letters as in
 `design/megatron-seams.md`, section 1.1. What a hook does stands here if it is about arguments or
 data, else in schedule.py (A, B, C), checkpoints.py (E) and logs.py.
 """

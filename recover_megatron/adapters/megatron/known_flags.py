@@ -23,7 +23,7 @@ from recover_megatron.adapters.megatron.bootstrap import PLATFORM_FLAG, is_ours
 def main(script: str, groups: bool = False) -> None:
     warnings.simplefilter("ignore")
     if is_ours(script):
-        arguments = importlib.import_module("recover_megatron.pretrain_arguments")
+        arguments = importlib.import_module("recover_megatron.examples.gpt.arguments")
     else:
         cpu.install_torch()
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))

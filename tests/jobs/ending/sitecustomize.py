@@ -81,17 +81,20 @@ def end(how, in_thread):
 
 
 def change(module, when, how, in_thread):
-    build, forward, train = module.build_optimizer, module.forward_step, module.train
+    build, step, train = module.build_optimizer, module.train_step, module.train
 
     def build_optimizer(*args):
         if when == "load":
             end(how, in_thread)
         return build(*args)
 
-    def forward_step(*args):
-        if when == str(module._ARGS.curr_iteration + 1) and not MARK.exists():
-            end(how, in_thread)
-        return forward(*args)
+    def train_step(args, forward_step, *more):
+        def ending_forward_step(*data):
+            if when == str(args.curr_iteration + 1) and not MARK.exists():
+                end(how, in_thread)
+            return forward_step(*data)
+
+        return step(args, ending_forward_step, *more)
 
     def training(*args):
         try:
@@ -99,9 +102,9 @@ def change(module, when, how, in_thread):
         except LeaveTheScript:
             return
 
-    module.build_optimizer, module.forward_step, module.train = (
+    module.build_optimizer, module.train_step, module.train = (
         build_optimizer,
-        forward_step,
+        train_step,
         training,
     )
 
@@ -112,7 +115,7 @@ class Finder:
         when, how, in_thread = ending_of_this_rank()
         if when == "mpi" and name == "recover_megatron.collectives.ulfm":
             end(how, in_thread)
-        if when is None or name != "recover_megatron.pretrain":
+        if when is None or name != "recover_megatron.examples.gpt.training":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         load = spec.loader.exec_module

@@ -1,0 +1,1 @@
+"""Training scripts that show, and test, the plugin without a Megatron-LM checkout."""

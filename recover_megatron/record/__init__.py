@@ -1,0 +1,1 @@
+"""What a run left behind, read: its progress, its report, its comparison with another."""

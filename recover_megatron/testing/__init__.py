@@ -1,0 +1,1 @@
+"""What tests, scripts and benchmarks share: a scripted job, a rehearsal, a rig of hosts."""

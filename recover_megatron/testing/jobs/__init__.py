@@ -1,0 +1,1 @@
+"""Programs that a test or a benchmark starts under mpirun."""

@@ -1,1 +1,0 @@
-"""What users run beside training."""
