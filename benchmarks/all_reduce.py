@@ -8,35 +8,50 @@ Prints the median time of both by number of ranks and transport, and their ratio
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from recover_megatron.collectives.membership.engine import Operation
 
 
 def job(mb: float, rounds: int) -> None:
     """Under mpirun, by every rank."""
     import numpy as np
-    from mpi4py import MPI
 
-    from recover_megatron.collectives.ulfm import UlfmTransport
+    from recover_megatron.collectives.fabric.mpi import MpiFabric
+    from recover_megatron.collectives.membership.death import Death
+    from recover_megatron.collectives.membership.ulfm import UlfmMembership
+    from recover_megatron.collectives.openmpi import MPI
 
-    transport = UlfmTransport()
-    transport.split(0)
-    send = np.full(int(mb * 2**20) // 4, transport.rank + 1.0, np.float32)
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    membership = UlfmMembership(Death(rank), lambda ranks: None, poll_s=0.02)
+    fabric = MpiFabric(membership)
+    fabric.open(tuple(range(membership.size)))
+
+    def by_mpi() -> Operation[None]:
+        request = MPI.COMM_WORLD.Iallreduce(send, receive, MPI.SUM)
+        while not request.Test():
+            yield
+
+    send = np.full(int(mb * 2**20) // 4, rank + 1.0, np.float32)
     receive = np.zeros_like(send)
     times: dict[str, list[float]] = {"ours": [], "MPI": []}
     for _ in range(rounds):
         for name, taken in times.items():
-            MPI.COMM_WORLD.Barrier()
+            membership.agree(1)  # all begin together
             started = time.perf_counter()
             if name == "ours":
-                transport.all_reduce(send, receive, "sum")
+                fabric.wait(fabric.start(send, receive, "sum"))
             else:
-                transport._wait(MPI.COMM_WORLD.Iallreduce(send, receive, MPI.SUM))
+                membership.engine.run(by_mpi())
             taken.append(time.perf_counter() - started)
-            assert (receive == transport.size * (transport.size + 1) / 2).all()
-    if transport.rank == 0:
+            assert (receive == membership.size * (membership.size + 1) / 2).all()
+    if rank == 0:
         ours, theirs = (statistics.median(times[name]) * 1000 for name in ("ours", "MPI"))
         print(f"ours {ours:7.1f} ms   MPI {theirs:7.1f} ms   ratio {ours / theirs:.2f}", flush=True)
 

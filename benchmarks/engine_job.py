@@ -15,10 +15,11 @@ import time
 
 import numpy as np
 
+from recover_megatron.collectives.fabric.mpi import MpiFabric
 from recover_megatron.collectives.guard import GuardedCommunicator
-from recover_megatron.collectives.quorum import Evidence, gather_places
-from recover_megatron.collectives.ulfm import UlfmTransport
-from recover_megatron.collectives.watcher import Watcher
+from recover_megatron.collectives.membership.death import Death
+from recover_megatron.collectives.membership.quorum import Evidence, gather_places
+from recover_megatron.collectives.membership.ulfm import UlfmMembership
 from recover_megatron.config import RecoveryConfig
 from recover_megatron.world import ReplicaLayout, World
 
@@ -26,11 +27,12 @@ AGREEMENTS, REDUCTIONS, IDLE_S = 2000, 15, 3.0
 
 
 def main() -> None:
-    transport = UlfmTransport()
-    rank, layout, config = transport.rank, ReplicaLayout(transport.size, 1), RecoveryConfig()
-    Watcher(transport, frozenset(), config.poll_s, lambda ranks: None).start()
-    evidence = Evidence(gather_places(transport, "here"), "here")
-    communicator = GuardedCommunicator(transport, layout, rank, config, evidence)
+    config, rank = RecoveryConfig(), int(os.environ["OMPI_COMM_WORLD_RANK"])
+    membership = UlfmMembership(Death(rank), lambda ranks: None, config.poll_s)
+    layout = ReplicaLayout(membership.size, 1)
+    evidence = Evidence(gather_places(membership, "here"), "here")
+    fabric = MpiFabric(membership)
+    communicator = GuardedCommunicator(membership, fabric, layout, config, evidence)
     world = communicator.begin(World.initial(layout))
     found = measure(communicator)
     if rank == layout.ranks - 1:

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     },
 }
 OWNERS = {  # outside library -> the only places that may import it
-    "mpi4py": {"collectives/ulfm.py"},
+    "mpi4py": {"collectives/openmpi.py"},
     "megatron": {"adapters/megatron/", "examples/gpt/", "data/prepare_data.py"},
     "torch": {"adapters/megatron/", "examples/gpt/", "launch/command.py"},
     "matplotlib": {"record/compare.py", "record/report.py", "goodput/simulate.py"},

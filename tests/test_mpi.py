@@ -209,7 +209,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def test_agreements_are_right_while_the_watcher_drives_progress(run):
+def test_agreements_are_right_while_failures_are_looked_for_all_the_time(run):
     """Two threads in MPI at the same time made one in a thousand wrong."""
     words = ["--recover", "--micro-batch-size", "1", "--global-batch-size", "4"]
     command = mpirun("agree_job.py", 4, words)
@@ -222,12 +222,12 @@ def test_agreements_are_right_while_the_watcher_drives_progress(run):
 def test_an_unspecific_error_counts_as_a_loss_only_where_a_lost_member_is_known(run):
     code = (
         "import os\n"
-        "from recover_megatron.collectives import ulfm\n"
-        "error = ulfm.MPI.Exception(ulfm.MPI.ERR_OTHER)\n"
-        "print(type(ulfm._lost(error, 'all_reduce', lost_is_known=True)).__name__)\n"
+        "from recover_megatron.collectives.openmpi import MPI, lost\n"
+        "error = MPI.Exception(MPI.ERR_OTHER)\n"
+        "print(type(lost(error, 'all_reduce', lost_is_known=True)).__name__)\n"
         "try:\n"
-        "    ulfm._lost(error, 'all_reduce')\n"
-        "except ulfm.MPI.Exception:\n"
+        "    lost(error, 'all_reduce')\n"
+        "except MPI.Exception:\n"
         "    print('raised', flush=True)\n"
         "os._exit(0)"
     )

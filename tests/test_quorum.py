@@ -7,7 +7,13 @@ import subprocess
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.collectives.quorum import Evidence, Place, has_quorum, parse_place, running
+from recover_megatron.collectives.membership.quorum import (
+    Evidence,
+    Place,
+    has_quorum,
+    parse_place,
+    running,
+)
 from recover_megatron.hosts.folder import HostFolder
 
 RANKS = st.integers(0, 9)

@@ -20,7 +20,13 @@ from recover_megatron.adapters.megatron.arguments import own_faults, read_job, r
 from recover_megatron.adapters.megatron.index_cache import sweep
 from recover_megatron.adapters.megatron.replicas import fingerprint
 from recover_megatron.collectives.guard import SUBJECTS, GuardedCommunicator
-from recover_megatron.collectives.quorum import Evidence, Place, own_place, parse_place, running
+from recover_megatron.collectives.membership.quorum import (
+    Evidence,
+    Place,
+    own_place,
+    parse_place,
+    running,
+)
 from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import ConfigError, InvariantViolation
 from recover_megatron.examples.gpt.arguments import add_megatron_arguments, validate_args
@@ -50,12 +56,10 @@ def communicators(job: ScriptedJob, body):
     """`body(communicator)` in every rank of a scripted job that has begun."""
     config = RecoveryConfig(settle_s=1e-9, settle_limit_s=1e-9)
 
-    def rank_main(transport):
-        communicator = GuardedCommunicator(
-            transport, job.layout, transport.rank, config, job.proven_dead
-        )
+    def rank_main(membership, fabric):
+        communicator = GuardedCommunicator(membership, fabric, job.layout, config, job.proven_dead)
         communicator.begin(World.initial(job.layout))
-        return body(communicator, transport.rank)
+        return body(communicator, membership.rank)
 
     return job.run(rank_main)
 

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.collectives.quorum import running
+from recover_megatron.collectives.membership.quorum import running
 
 pytestmark = pytest.mark.timed
 CODE = """
 import sys, time
-from recover_megatron.collectives import watchdog
+from recover_megatron.collectives.membership import watchdog
 watchdog.MPI_LIMIT_S = 0.5
 dog = watchdog.Watchdog(0.5, 0.5, 60.0, sys.argv[1])
 for _ in range(10):
-    dog.beat(); dog.watcher_runs(); dog.calls_mpi(); dog.called_mpi()
+    dog.beat(); dog.engine_runs()
     time.sleep(0.1)
-dog.rest(); dog.watcher_ends()
+dog.rest(); dog.engine_rests()
 time.sleep(1)
 {then}
 time.sleep({rest})
@@ -36,8 +36,8 @@ dog.leaves(0)
     [
         ("dog.beat()", "no progress of its own"),
         ("dog.between()", "no progress of its own"),
-        ("dog.watcher_runs()", "its watcher thread does not run"),
-        ("dog.calls_mpi()", "its training thread is stuck in a call of Open MPI"),
+        ("dog.engine_runs()", "its engine thread does not run: stuck in a call of Open MPI"),
+        ("dog.engine_runs(2)", "its engine thread does not run: stuck in a call of Open MPI"),
     ],
 )
 def test_who_stops_is_ended_with_the_reason_in_its_trace(tmp_path, then, reason):
@@ -61,7 +61,7 @@ def test_who_waits_for_peers_may_wait(tmp_path):
 def test_before_the_first_iteration_a_long_import_is_no_hang(tmp_path):
     code = (
         CODE[: CODE.index("for _")]
-        + "dog.watcher_runs(); time.sleep(2); print('alive'); dog.leaves(0)"
+        + "dog.engine_runs(); time.sleep(2); print('alive'); dog.leaves(0)"
     )
     words = [sys.executable, "-c", code, str(tmp_path / "t")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=50)
@@ -70,7 +70,7 @@ def test_before_the_first_iteration_a_long_import_is_no_hang(tmp_path):
 
 HELPER = """
 import subprocess, sys, time, os
-from recover_megatron.collectives import watchdog
+from recover_megatron.collectives.membership import watchdog
 watchdog.POLL_S = 0.05
 dog = watchdog.Watchdog(0, 0, 60.0, None)
 shell = ["sh", "-c", "sleep 600 & echo $! && wait"]
@@ -117,7 +117,7 @@ def test_every_end_but_an_orderly_one_is_a_death_by_sigkill(tmp_path, end):
     trace = tmp_path / "trace.r3.p1.jsonl"
     program = (
         "import ctypes, os, sys, threading, time\n"
-        "from recover_megatron.collectives import watchdog\n"
+        "from recover_megatron.collectives.membership import watchdog\n"
         f"dog = watchdog.Watchdog(0, 0, 60.0, {str(trace)!r})\n{end}"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=50)
@@ -129,7 +129,7 @@ def test_every_end_but_an_orderly_one_is_a_death_by_sigkill(tmp_path, end):
 def test_a_rank_dies_with_its_watchdog(tmp_path):
     program = (
         "import os, time\n"
-        "from recover_megatron.collectives import watchdog\n"
+        "from recover_megatron.collectives.membership import watchdog\n"
         "dog = watchdog.Watchdog(0, 0, 60.0, None)\n"
         "print(os.getpid(), flush=True); os.kill(os.getppid(), 9); time.sleep(60)"
     )

@@ -1,4 +1,4 @@
-"""The watcher thread over a transport that says what it is told to."""
+"""Replicas die whole: by what MPI says of a mate, and by proof."""
 
 from __future__ import annotations
 
@@ -7,73 +7,61 @@ import threading
 import pytest
 
 from recover_megatron.adapters.megatron.session import first_dead
-from recover_megatron.collectives.quorum import Place
-from recover_megatron.collectives.watcher import Watcher
+from recover_megatron.collectives.membership.quorum import Place
+from recover_megatron.collectives.membership.watcher import Mates, ProvenMates, Watcher
 
 
-class Told:
-    """A Transport as far as the watcher uses it. `die` is remembered, and ends the watcher."""
-
-    def __init__(self) -> None:
-        self.dead: frozenset[int] = frozenset()
-        self.polls = threading.Semaphore(0)
-        self.left: list[str] = []
-        self.leave = threading.Event()  # the watcher's own
-
-    def failed(self) -> frozenset[int]:
-        self.polls.release()
-        return self.dead
-
-    def die(self, reason: str) -> None:
-        self.left.append(reason)
-        self.leave.set()
+class Left(Exception):
+    """Stands for the end of this process."""
 
 
 @pytest.fixture
-def watched():
-    transport, noted = Told(), []
-    mates = frozenset({4, 6})  # of rank 5
-    watcher = Watcher(transport, mates, 0.001, noted.append, told_s=0.05)
-    transport.leave = watcher._stop
-    watcher.start()
-    yield transport, watcher, noted
+def mates():
+    """Of rank 5, and what they noted."""
+    noted: list[list[int]] = []
+
+    def die(reason: str):
+        raise Left(reason)
+
+    return Mates(frozenset({4, 6}), die, noted.append), noted
+
+
+def test_a_dead_stranger_is_noted_and_nothing_else(mates):
+    mates[0].heard({1})
+    assert mates[1] == [[1]]
+
+
+def test_it_leaves_when_mpi_says_that_a_mate_has_died(mates):
+    with pytest.raises(Left, match="rank 6 of its replica has died"):
+        mates[0].heard({1, 6})
+    assert mates[1] == [[1, 6]]  # first it says what it saw
+
+
+def test_a_mate_that_exits_at_the_end_of_the_job_is_no_failure(mates):
+    mates[0].leave()
+    mates[0].heard({4})
+    assert mates[1] == []
+
+
+def test_a_proven_death_counts_once_mpi_has_had_its_time():
+    assert ProvenMates(lambda: frozenset({4}), told_s=3600.0)() is None
+    assert ProvenMates(frozenset)() is None
+    assert ProvenMates(lambda: frozenset({4}), told_s=0.0)() == "rank 4 of its replica has died"
+
+
+def test_the_watcher_leaves_for_the_first_reason_that_any_look_gives():
+    reasons: list[str] = []
+    told = threading.Event()
+
+    def die(reason: str):
+        reasons.append(reason)
+        told.set()
+        raise SystemExit  # of its thread
+
+    watcher = Watcher([lambda: None, lambda: "its host's witness has ended"], die, 0.001)
+    assert told.wait(30)
     watcher.stop()
-
-
-def ends(watcher: Watcher) -> bool:
-    watcher._thread.join(timeout=30)
-    return not watcher._thread.is_alive()
-
-
-def polled_again(transport: Told) -> None:
-    for _ in range(2):  # the second begins after the first has been dealt with
-        while transport.polls.acquire(blocking=False):
-            pass
-        assert transport.polls.acquire(timeout=30)
-
-
-def test_a_dead_stranger_is_noted_and_nothing_else(watched):
-    transport, watcher, noted = watched
-    transport.dead = frozenset({1})
-    polled_again(transport)
-    watcher.stop()
-    assert noted == [[1]]
-    assert transport.left == []
-
-
-def test_it_leaves_when_mpi_says_that_a_mate_has_died(watched):
-    transport, watcher, noted = watched
-    transport.dead = frozenset({1, 6})
-    assert ends(watcher)
-    assert noted == [[1, 6]]
-    assert transport.left == ["rank 6 of its replica has died"]
-
-
-def test_it_leaves_by_proof_when_mpi_says_nothing(watched):
-    transport, watcher, _ = watched
-    watcher.proven_dead = lambda: frozenset({4})
-    assert ends(watcher)
-    assert transport.left == ["rank 4 of its replica has died"]
+    assert reasons == ["its host's witness has ended"]
 
 
 def test_who_died_first_is_said_of_one_only_if_it_was_seen_alone():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import NoReturn
 
 import numpy as np
 
-from recover_megatron.collectives.quorum import has_quorum
-from recover_megatron.collectives.transport import Array, Transport
+from recover_megatron.collectives.fabric.interface import Array, Fabric
+from recover_megatron.collectives.membership.interface import Membership
+from recover_megatron.collectives.membership.quorum import has_quorum
 from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import InvariantViolation, NoQuorum, ReplicaLost, Unrecoverable
 from recover_megatron.world import ReplicaLayout, World
@@ -31,22 +32,28 @@ _SUBJECT_MASK = (1 << _SUBJECT_BITS) - 1
 
 
 class GuardedCommunicator:
-    """The protocol's three calls over any Transport. Every live rank makes the same calls.
+    """The protocol's three calls. Every live rank makes the same calls in the same order.
 
-    `proven_dead` tells the ranks that this rank knows to have ended (quorum.Evidence).
+    Args:
+        membership: Who is alive.
+        fabric: What moves buckets among the ranks of this rank's position.
+        layout: Which ranks form which replica.
+        config: For how long to wait for what.
+        proven_dead: The ranks that this rank knows to have ended (quorum.Evidence).
     """
 
     def __init__(
         self,
-        transport: Transport,
+        membership: Membership,
+        fabric: Fabric,
         layout: ReplicaLayout,
-        rank: int,
         config: RecoveryConfig,
         proven_dead: Callable[[], Set[int]],
     ):
-        self._transport = transport
+        self._membership = membership
+        self._fabric = fabric
         self._layout = layout
-        self._rank = rank
+        self._rank = membership.rank
         self._config = config
         self._proven_dead = proven_dead
         self._asked_to_stop = 0
@@ -56,7 +63,7 @@ class GuardedCommunicator:
     def begin(self, world: World) -> World:
         """Build the first position groups; every rank calls it once. Returns the world to start
         with: a smaller one if a rank died meanwhile."""
-        if self.agree(self._split(), "begin"):
+        if self.agree(self._open(self._layout.ranks_in(world.replicas)), "begin"):
             return world
         return self.repair(world)
 
@@ -64,9 +71,9 @@ class GuardedCommunicator:
         """Over the position group. Raises ReplicaLost, after revoking so that no peer waits on in
         a collective that cannot end. The result counts only after `agree` returned True."""
         try:
-            self._transport.all_reduce(send, receive, op)
+            self._fabric.wait(self._fabric.start(send, receive, op))
         except ReplicaLost:
-            self._transport.revoke()
+            self._revoke()
             raise
 
     def ask_to_stop(self, reason: int) -> None:
@@ -84,12 +91,12 @@ class GuardedCommunicator:
         """
         flags = (_COMMIT if vote else 0) | (_REASONS & ~self._asked_to_stop) | _ALL
         flags |= 0 if self._leaves_by else _STAYS
-        answer = self._transport.agree(flags | _subject_bits(about))
+        answer = self._membership.agree(flags | _subject_bits(about))
         if not answer:
             return False
         if other := _other_subject(answer, about):
             if self._leaves_by:
-                self._transport.die(f"{self._leaves_by}, while others are in {other!r}")
+                self._membership.die(f"{self._leaves_by}, while others are in {other!r}")
             if answer & _STAYS:
                 raise InvariantViolation(
                     f"rank {self._rank} is in an agreement about {about!r}, another about {other!r}"
@@ -104,15 +111,15 @@ class GuardedCommunicator:
         agreement must be about "end": if all live ranks are in it, that is an orderly end. If not,
         this rank dies. Whoever waits in a collective for this rank is woken up."""
         self._leaves_by = how
-        self._transport.revoke()
+        self._revoke()
 
     def die(self, reason: str) -> NoReturn:
-        """See Transport.die. Any thread may call it."""
-        self._transport.die(reason)
+        """See Membership.die. Any thread may call it."""
+        self._membership.die(reason)
 
     def failed(self) -> frozenset[int]:
-        """See Transport.failed."""
-        return self._transport.failed()
+        """See Membership.failed."""
+        return self._membership.failed()
 
     def repair(self, world: World) -> World:
         """Rebuild world and position groups over the whole replicas that are left.
@@ -122,16 +129,15 @@ class GuardedCommunicator:
         (I5). Another failure meanwhile means another round; each round loses at least one rank or
         ends, so rounds are bounded. Raises Unrecoverable past that bound.
         """
-        transport = self._transport
         before = self._layout.ranks_in(world.replicas)
         for _ in range(self._layout.ranks + 1):
-            transport.revoke()
+            self._revoke()
             self._settle()
-            ranks = transport.shrink()
+            ranks = self._membership.shrink()
             whole = self._layout.whole_replicas(ranks)
             if self._layout.replica_of(self._rank) not in whole:
-                transport.die("its replica lost a member")
-            ready = self._layout.only_whole(ranks) and self._split()
+                self._membership.die("its replica lost a member")
+            ready = self._layout.only_whole(ranks) and self._open(ranks)
             if self._has_quorum(before, ranks, ready):
                 return world.shrunk_to(whole)
         raise Unrecoverable(f"no agreed world after {self._layout.ranks + 1} rounds of repair")
@@ -155,23 +161,30 @@ class GuardedCommunicator:
 
     def _survey(self) -> frozenset[int] | None:
         """The ranks that any live rank has proof against. None if a peer was lost meanwhile."""
-        send = np.zeros(self._layout.ranks, dtype=np.int8)
-        send[list(self._proven_dead())] = 1
-        receive = np.zeros_like(send)
+        marks = np.zeros(self._layout.ranks, dtype=bool)
+        marks[list(self._proven_dead())] = True
         try:
-            self._transport.survey(send, receive)
+            found = self._membership.survey(marks)
         except ReplicaLost:
-            self._transport.revoke()
+            self._revoke()
             return None
-        return frozenset(np.flatnonzero(receive).tolist())
+        return frozenset(np.flatnonzero(found).tolist())
 
-    def _split(self) -> bool:
+    def _open(self, ranks: Iterable[int]) -> bool:
+        """Connect this rank's position group in a world of `ranks`; False if a peer was lost."""
+        mine = self._layout.position_of(self._rank)
+        members = sorted(rank for rank in ranks if self._layout.position_of(rank) == mine)
         try:
-            self._transport.split(self._layout.position_of(self._rank))
+            self._fabric.open(tuple(members))
         except ReplicaLost:
-            self._transport.revoke()  # peers may be waiting inside the same split
+            self._revoke()  # peers may be waiting for this rank
             return False
         return True
+
+    def _revoke(self) -> None:
+        """End all that is pending between replicas, here and at every other rank."""
+        self._fabric.abort()
+        self._membership.revoke()
 
     def _settle(self) -> None:
         """Wait until the set of the dead is quiet and holds whole replicas only.
@@ -182,12 +195,12 @@ class GuardedCommunicator:
         """
         limit = time.monotonic() + self._config.settle_limit_s
         # The dead of earlier repairs are in the set too, as whole replicas.
-        dead, since = self._transport.failed(), time.monotonic()
+        dead, since = self._membership.failed(), time.monotonic()
         while (now := time.monotonic()) < limit:
             if now - since >= self._config.settle_s and self._layout.only_whole(dead):
                 return
             time.sleep(0.005)
-            seen = self._transport.failed()
+            seen = self._membership.failed()
             if seen != dead:
                 dead, since = seen, time.monotonic()
 

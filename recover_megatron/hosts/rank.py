@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 
-from recover_megatron.collectives.quorum import running, started
+from recover_megatron.collectives.membership.quorum import running, started
 from recover_megatron.hosts.folder import FOLDER, HOST, WITNESS_PID, HostFolder
 
 

@@ -25,7 +25,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from recover_megatron.collectives.quorum import running
+from recover_megatron.collectives.membership.quorum import running
 from recover_megatron.console import say
 from recover_megatron.hosts.folder import HostFolder
 from recover_megatron.hosts.tunnel import admits, own_addresses

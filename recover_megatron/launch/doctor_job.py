@@ -12,27 +12,26 @@ import time
 
 import numpy as np
 
+from recover_megatron.collectives.fabric.mpi import MpiFabric
 from recover_megatron.collectives.guard import GuardedCommunicator
-from recover_megatron.collectives.quorum import Evidence, gather_places
-from recover_megatron.collectives.ulfm import UlfmTransport
-from recover_megatron.collectives.watcher import Watcher
+from recover_megatron.collectives.membership.death import Death
+from recover_megatron.collectives.membership.quorum import Evidence, gather_places
+from recover_megatron.collectives.membership.ulfm import UlfmMembership
 from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import ReplicaLost
 from recover_megatron.world import ReplicaLayout, World
 
 
 def main() -> int:
-    transport = UlfmTransport()
-    layout = ReplicaLayout(transport.size, 1)
-    watcher = Watcher(transport, frozenset(), 0.02, lambda ranks: None)
-    watcher.start()
-    transport.split(0)
-    evidence = Evidence(gather_places(transport, "here"), "here")
-    communicator = GuardedCommunicator(
-        transport, layout, transport.rank, RecoveryConfig(), evidence
-    )
+    config, rank = RecoveryConfig(), int(os.environ["OMPI_COMM_WORLD_RANK"])
+    membership = UlfmMembership(Death(rank), lambda ranks: None, config.poll_s)
+    layout = ReplicaLayout(membership.size, 1)
+    evidence = Evidence(gather_places(membership, "here"), "here")
+    fabric = MpiFabric(membership)
+    communicator = GuardedCommunicator(membership, fabric, layout, config, evidence)
+    communicator.begin(World.initial(layout))
     ones, total = np.ones(1 << 20, dtype=np.float32), np.empty(1 << 20, dtype=np.float32)
-    if transport.rank == 1:
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     started, world = time.monotonic(), World.initial(layout)
     while True:
@@ -46,9 +45,8 @@ def main() -> int:
         world = communicator.repair(world)
     took = time.monotonic() - started
     right = world.replicas == (0, 2) and bool((total == 2).all())
-    watcher.stop()
     if right:
-        print(f"survivor {transport.rank} went on after {took:.2f} s", flush=True)
+        print(f"survivor {rank} went on after {took:.2f} s", flush=True)
     communicator.agree(True)
     return 0 if right else 1
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from recover_megatron.collectives.watchdog import adopt_orphans
+from recover_megatron.collectives.membership.watchdog import adopt_orphans
 from recover_megatron.trace import JOB_FOLDER
 
 

@@ -25,8 +25,8 @@ import psutil
 
 from recover_megatron.adapters.megatron.arguments import Job
 from recover_megatron.adapters.megatron.session import STOP_SIGNAL
-from recover_megatron.collectives.transport import EAGER_BYTES
-from recover_megatron.collectives.watchdog import end_with_parent
+from recover_megatron.collectives.fabric.plan import EAGER_BYTES
+from recover_megatron.collectives.membership.watchdog import end_with_parent
 from recover_megatron.console import say
 from recover_megatron.errors import ConfigError
 from recover_megatron.launch.verdict import has_committed

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from recover_megatron.collectives import watchdog
+from recover_megatron.collectives.membership import watchdog
 from recover_megatron.data import prepare_data
 from recover_megatron.record.compare import Log, read_log
 from recover_megatron.record.run_record import RunRecord

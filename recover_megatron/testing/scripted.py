@@ -1,4 +1,4 @@
-"""A Transport without MPI: all ranks in one process; a seed decides who dies and who sees it.
+"""Membership and fabric without MPI: all ranks in one process, and a seed decides.
 
 It behaves as badly as ULFM may: a collective that loses a member returns at some ranks and fails at
 others, delivers garbage, or leaves ranks waiting until somebody revokes; a shrunk world may hold a
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from recover_megatron.collectives.transport import Array, check_pair
+from recover_megatron.collectives.fabric.interface import Array, check_pair
 from recover_megatron.errors import InvariantViolation, ReplicaLost
 from recover_megatron.world import ReplicaLayout
 
@@ -62,7 +62,7 @@ class _Call:
 
 
 class ScriptedJob:
-    """Runs one function per rank over scripted transports and keeps a transcript.
+    """Runs one function per rank over scripted calls and keeps a transcript.
 
     `deaths` says who is killed; `seed` decides everything else. With `vanish_together` the mates of
     a dead rank die at once, else one by one.
@@ -94,8 +94,8 @@ class ScriptedJob:
 
     # --- running -------------------------------------------------------------------------------
 
-    def run(self, body: Callable[[ScriptedTransport], Any]) -> dict[int, Any]:
-        """`body(transport)` in every rank; the results of those that reached its end.
+    def run(self, body: Callable[[ScriptedMembership, ScriptedFabric], Any]) -> dict[int, Any]:
+        """`body(membership, fabric)` in every rank; the results of those that reached its end.
 
         Raises the first exception of a rank that is not its death, with the transcript.
         """
@@ -104,7 +104,7 @@ class ScriptedJob:
 
         def rank_main(rank: int) -> None:
             try:
-                results[rank] = body(ScriptedTransport(self, rank))
+                results[rank] = body(ScriptedMembership(self, rank), ScriptedFabric(self, rank))
             except Killed:
                 pass
             except BaseException as error:  # noqa: BLE001  handed to the caller below
@@ -338,20 +338,12 @@ def _members(calls: Sequence[_Call]) -> tuple[int, ...]:
     return group.members
 
 
-class ScriptedTransport:
-    """One rank's transport.Transport over a ScriptedJob."""
+class ScriptedMembership:
+    """One rank's membership.interface.Membership over a ScriptedJob."""
 
     def __init__(self, job: ScriptedJob, rank: int):
         self._job = job
         self.rank = rank
-
-    def all_reduce(self, send: Array, receive: Array, op: str) -> None:
-        check_pair(send, receive)
-        self._job.call(self.rank, "all_reduce", (send, receive, op))
-
-    def survey(self, send: Array, receive: Array) -> None:
-        check_pair(send, receive)
-        self._job.call(self.rank, "survey", (send, receive, "max"))
 
     def agree(self, flags: int) -> int:
         return int(self._job.call(self.rank, "agree", flags))
@@ -365,9 +357,32 @@ class ScriptedTransport:
     def shrink(self) -> tuple[int, ...]:
         return tuple(self._job.call(self.rank, "shrink"))
 
-    def split(self, position: int) -> None:
-        self._job.call(self.rank, "split", position)
+    def survey(self, marks: np.ndarray) -> np.ndarray:
+        found = np.zeros_like(marks)
+        self._job.call(self.rank, "survey", (marks, found, "max"))
+        return found
 
     def die(self, reason: str) -> NoReturn:
         self._job.kill(self.rank, reason)
         raise Killed
+
+
+class ScriptedFabric:
+    """One rank's fabric.interface.Fabric over a ScriptedJob."""
+
+    def __init__(self, job: ScriptedJob, rank: int):
+        self._job = job
+        self._rank = rank
+
+    def open(self, members: tuple[int, ...]) -> None:
+        self._job.call(self._rank, "split", self._job.layout.position_of(members[0]))
+
+    def start(self, send: Array, receive: Array, op: str) -> tuple[Array, Array, str]:
+        check_pair(send, receive)
+        return send, receive, op
+
+    def wait(self, ticket: tuple[Array, Array, str]) -> None:
+        self._job.call(self._rank, "all_reduce", ticket)
+
+    def abort(self) -> None:
+        """Revoking the world, which the guard does at the same time, ends transfers as well."""

@@ -14,7 +14,12 @@ from recover_megatron.errors import NoQuorum
 from recover_megatron.inject import Injector
 from recover_megatron.recovery.driver import Driver
 from recover_megatron.recovery.snapshot import Bucket
-from recover_megatron.testing.scripted import Death, ScriptedJob, ScriptedTransport
+from recover_megatron.testing.scripted import (
+    Death,
+    ScriptedFabric,
+    ScriptedJob,
+    ScriptedMembership,
+)
 from recover_megatron.workload.policy import make_policy
 from recover_megatron.workload.samples import Streams
 from recover_megatron.world import ReplicaLayout, World
@@ -71,25 +76,25 @@ def simulate(schedule: Schedule) -> tuple[ScriptedJob, dict[int, Outcome]]:
     layout, replicas = schedule.layout, schedule.layout.replicas
     job = ScriptedJob(layout, schedule.deaths, schedule.seed, schedule.together)
 
-    def rank_main(transport: ScriptedTransport) -> Outcome:
+    def rank_main(membership: ScriptedMembership, fabric: ScriptedFabric) -> Outcome:
         try:
-            return steps_of_a_rank(transport)
+            return steps_of_a_rank(membership, fabric)
         except NoQuorum as error:
-            transport.die(str(error))
+            membership.die(str(error))
 
-    def steps_of_a_rank(transport: ScriptedTransport) -> Outcome:
+    def steps_of_a_rank(membership: ScriptedMembership, fabric: ScriptedFabric) -> Outcome:
+        rank = membership.rank
+
         def emit(event: str, **facts: Any) -> None:
             if event == "committed":
                 shares = facts["assignment"].replace("\n", "; ")
-                job.say(transport.rank, f"commits iteration {facts['iteration']}: {shares}")
+                job.say(rank, f"commits iteration {facts['iteration']}: {shares}")
             elif event == "repaired":
                 lost = " ".join(f"r{r}" for r in facts["replicas_lost"])
-                job.say(transport.rank, f"world epoch {facts['world_epoch']}, lost {lost}")
+                job.say(rank, f"world epoch {facts['world_epoch']}, lost {lost}")
 
-        replica = layout.replica_of(transport.rank)
-        communicator = GuardedCommunicator(
-            transport, layout, transport.rank, QUICK, job.proven_dead
-        )
+        replica = layout.replica_of(rank)
+        communicator = GuardedCommunicator(membership, fabric, layout, QUICK, job.proven_dead)
         world = communicator.begin(World.initial(layout))
         policy = make_policy(schedule.policy)
         driver = Driver(communicator, policy, world, replica, Injector([], emit), emit)

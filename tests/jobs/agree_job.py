@@ -1,4 +1,4 @@
-"""Many agreements while the watcher drives MPI's progress as often as it can; says how many of this
+"""Many agreements while the engine looks for failures as often as it can; says how many of this
 rank's were right.
 
     mpirun ... python agree_job.py COUNT
@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
-from recover_megatron.collectives.ulfm import UlfmTransport
-from recover_megatron.collectives.watcher import Watcher
+from recover_megatron.collectives.membership.death import Death
+from recover_megatron.collectives.membership.ulfm import UlfmMembership
 
 BITS = 24
 
@@ -20,16 +20,16 @@ def without(bit: int) -> int:
 
 
 def main(count: int) -> None:
-    transport = UlfmTransport()
-    Watcher(transport, frozenset(), 0.0001, lambda ranks: None).start()
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    membership = UlfmMembership(Death(rank), lambda ranks: None, poll_s=0.0001)
     right = 0
     for i in range(count):
         expected = -1
-        for rank in range(transport.size):
+        for rank in range(membership.size):
             expected &= without(i + 5 * rank)
-        right += transport.agree(without(i + 5 * transport.rank)) == expected
-    print(f"rank {transport.rank}: {right} right")
-    transport.agree(0)
+        right += membership.agree(without(i + 5 * rank)) == expected
+    print(f"rank {rank}: {right} right")
+    membership.agree(0)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,15 @@ from typing import Any, NoReturn
 
 from recover_megatron.adapters.megatron.arguments import read_job
 from recover_megatron.collectives.guard import SIGNALLED, GuardedCommunicator
-from recover_megatron.collectives.quorum import Evidence, Place, gather_places, has_quorum
-from recover_megatron.collectives.watchdog import Watchdog
-from recover_megatron.collectives.watcher import Watcher
+from recover_megatron.collectives.membership.death import Death
+from recover_megatron.collectives.membership.quorum import (
+    Evidence,
+    Place,
+    gather_places,
+    has_quorum,
+)
+from recover_megatron.collectives.membership.watchdog import Watchdog
+from recover_megatron.collectives.membership.watcher import Mates, ProvenMates, Watcher
 from recover_megatron.config import RecoveryConfig
 from recover_megatron.console import Console, Terminal
 from recover_megatron.errors import ConfigError
@@ -75,6 +81,7 @@ class Session:
     position: int
     communicator: GuardedCommunicator
     driver: Driver
+    mates: Mates
     watcher: Watcher
     watchdog: Watchdog
     injector: Injector
@@ -110,8 +117,9 @@ class Session:
         """The orderly end of a rank whose whole world ends: all live ranks call it.
 
         Not MPI_Finalize (it hangs after failures): two agreements, then `os._exit(code)`. Between
-        them the watcher stops, so that no rank takes a mate's exit for a death. Each replica writes
-        the exit code into the run folder: mpirun's own is 0 even if every rank was killed.
+        them the watch over mates ends, so that no rank takes a mate's exit for a death. Each
+        replica writes the exit code into the run folder: mpirun's own is 0 even if every rank was
+        killed.
 
         `how` says in words how a rank ends that did not agree on it with the others, as by
         sys.exit() in the middle of training. If all of them end it is an orderly end; if not, this
@@ -124,6 +132,7 @@ class Session:
         if how:
             patience.end()
         self.trace.emit("finished", code=code, replicas=list(self.driver.world.replicas))
+        self.mates.leave()
         self.watcher.stop()
         if self.console is not None:
             self.console.close()
@@ -190,23 +199,23 @@ def start(argv: Sequence[str]) -> Session:
     )
     on_host = RankOnHost.if_any()
     host = on_host.host if on_host else socket.gethostname()
-    transport = _start_mpi(watchdog, trace)
-    mates = frozenset(layout.ranks_of(replica_id)) - {rank}
+    die = Death(rank, watchdog, trace.emit)
+    others = frozenset(layout.ranks_of(replica_id)) - {rank}
     seen_dead: list[list[int]] = []  # as this rank saw them: in order, some at once
 
     def note_dead(ranks: list[int]) -> None:
         seen_dead.append(ranks)
         trace.emit("peer_failed", ranks=ranks)
 
-    look = on_host.look if on_host else lambda: None
-    watcher = Watcher(transport, mates, config.poll_s, note_dead, watchdog, look)
-    watcher.start()
-    console = Console(folder, replica_id, position, terminal) if folder else None
-    store = _own_torch_world(transport, layout, replica_id, position)
-    places = gather_places(transport, host)
+    mates = Mates(others, die, note_dead)
+    membership, fabric = _start_mpi(die, mates, config, watchdog)
+    places = gather_places(membership, host)
     evidence = Evidence(places, host, on_host.proven_dead if on_host else frozenset)
-    watcher.proven_dead = lambda: evidence(mates)
-    communicator = GuardedCommunicator(transport, layout, rank, config, evidence)
+    looks: list[Callable[[], str | None]] = [ProvenMates(lambda: evidence(others))]
+    watcher = Watcher([*looks, on_host.look] if on_host else looks, die, config.poll_s)
+    console = Console(folder, replica_id, position, terminal) if folder else None
+    store = _own_torch_world(membership, layout, replica_id, position)
+    communicator = GuardedCommunicator(membership, fabric, layout, config, evidence)
     signal.signal(STOP_SIGNAL, lambda number, frame: communicator.ask_to_stop(SIGNALLED))
     world = communicator.begin(World.initial(layout))
     faults = parse_faults(config.inject, layout)
@@ -221,6 +230,7 @@ def start(argv: Sequence[str]) -> Session:
         position,
         communicator,
         driver,
+        mates,
         watcher,
         watchdog,
         injector,
@@ -240,18 +250,14 @@ def start(argv: Sequence[str]) -> Session:
     return session
 
 
-def _start_mpi(watchdog: Watchdog, trace: Trace) -> Any:
-    from recover_megatron.collectives.ulfm import UlfmTransport  # starts MPI
+def _start_mpi(
+    die: Death, mates: Mates, config: RecoveryConfig, watchdog: Watchdog
+) -> tuple[Any, Any]:
+    from recover_megatron.collectives.fabric.mpi import MpiFabric  # starts MPI
+    from recover_megatron.collectives.membership.ulfm import UlfmMembership
 
-    transport = UlfmTransport()
-    transport.watchdog = watchdog
-
-    def before_death(reason: str) -> None:
-        watchdog.last_words()
-        trace.emit("died", reason=reason)
-
-    transport.before_death = before_death
-    return transport
+    membership = UlfmMembership(die, mates.heard, config.poll_s, watchdog)
+    return membership, MpiFabric(membership)
 
 
 def write_exit_code(run_dir: str | None, code: int) -> None:

@@ -113,7 +113,7 @@ class Finder:
     @staticmethod
     def find_spec(name, path=None, target=None):
         when, how, in_thread = ending_of_this_rank()
-        if when == "mpi" and name == "recover_megatron.collectives.ulfm":
+        if when == "mpi" and name == "recover_megatron.collectives.openmpi":
             end(how, in_thread)
         if when is None or name != "recover_megatron.examples.gpt.training":
             return None

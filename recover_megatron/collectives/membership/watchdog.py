@@ -38,14 +38,13 @@ NAME = "rank-watchdog"  # as `ps -o comm` shows it
 POLL_S = 0.2
 STACK_LIMIT_S = 3.0
 STACK_SIGNAL = signal.SIGUSR2  # faulthandler answers without Python's lock
-# What is watched, as it is named when it ends the rank. The second and third end a rank that hangs
-# inside Open MPI (docs/log.md), for which mpirun would wait.
+# What is watched, as it is named when it ends the rank. The second ends a rank that hangs inside
+# Open MPI (docs/log.md), for which mpirun would wait.
 _WATCHED = (
     "no progress of its own",
-    "its watcher thread does not run: stuck in Open MPI, or Python's lock is held",
-    "its training thread is stuck in a call of Open MPI",
+    "its engine thread does not run: stuck in a call of Open MPI, or Python's lock is held",
 )
-_OWN, _WATCHER, _CALL = range(len(_WATCHED))
+_OWN, _ENGINE = range(len(_WATCHED))
 _FORMAT = f"{len(_WATCHED)}d"
 # The places behind them: 1 + the exit code of an orderly end; 1 if the rank has traced why it dies.
 _LEAVES, _SAID = len(_WATCHED), len(_WATCHED) + 1
@@ -60,7 +59,7 @@ START_LIMIT_S = 300.0
 
 
 class Watchdog:
-    """The rank's side; used by the training thread alone.
+    """The rank's side; used by the training thread, but for `engine_runs` and `engine_rests`.
 
     Making one forks: the caller goes on as the child, and the process that it was becomes its
     watchdog. So it is made before MPI is started and before torch is imported, while the process is
@@ -138,25 +137,14 @@ class Watchdog:
         self._last = None
         self._write(_OWN, 0.0)
 
-    def watcher_runs(self) -> None:
-        """By the watcher thread, each time that it has looked at MPI; again within MPI_LIMIT_S
-        (START_LIMIT_S at first)."""
-        self._write(_WATCHER, self._mpi_limit())
+    def engine_runs(self, times: int = 1) -> None:
+        """By the engine thread; again within `times` MPI_LIMIT_S (START_LIMIT_S at first)."""
+        limit_s = MPI_LIMIT_S if self._settled else START_LIMIT_S
+        self._write(_ENGINE, time.monotonic() + times * limit_s)
 
-    def watcher_ends(self) -> None:
-        self._write(_WATCHER, 0.0)
-
-    def calls_mpi(self, with_peers: bool = False) -> None:
-        """By the training thread before a call that must return at once, or, `with_peers`, when all
-        peers have made it; `called_mpi` after it. Peers have twice the time, so that of ranks that
-        wait for a stuck one, that one alone is ended."""
-        self._write(_CALL, self._mpi_limit(2 if with_peers else 1))
-
-    def _mpi_limit(self, times: int = 1) -> float:
-        return time.monotonic() + times * (MPI_LIMIT_S if self._settled else START_LIMIT_S)
-
-    def called_mpi(self) -> None:
-        self._write(_CALL, 0.0)
+    def engine_rests(self) -> None:
+        """By the engine thread: no sign of life is expected until the next one."""
+        self._write(_ENGINE, 0.0)
 
     def _enter(self, between: bool) -> None:
         now = time.monotonic()
