@@ -17,7 +17,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from recover_megatron.adapters.megatron.arguments import read_job
+from recover_megatron.adapters.megatron.command_line import read_job
 from recover_megatron.launch.mpirun import mpirun_command
 from recover_megatron.record.run_record import RunRecord
 from recover_megatron.testing.rehearsal import run_job

@@ -11,14 +11,13 @@ if os.environ.get("BENCH_NO_SETTLE"):
     GuardedCommunicator._settle = lambda self: None  # type: ignore[method-assign]
 
 if __name__ == "__main__":
-    from recover_megatron.adapters.megatron import bootstrap, session
+    from recover_megatron.session import leaving
     from recover_megatron.testing.jobs import driver_job
 
-    session._own_torch_world = lambda *facts: None  # torch is not needed, and slow to import
     driver_job.STEPS = int(os.environ.get("BENCH_STEPS", driver_job.STEPS))
     driver_job.SIZE = int(os.environ.get("BENCH_SIZE", driver_job.SIZE))
     try:
         driver_job.main()
     except BaseException as error:  # noqa: BLE001
-        bootstrap.die(None, error)
+        leaving.die(None, error)
     sys.exit(0)

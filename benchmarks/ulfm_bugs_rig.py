@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from recover_megatron.adapters.megatron.arguments import read_job
+from recover_megatron.adapters.megatron.command_line import read_job
 from recover_megatron.launch.host_job import HostJob, parse_hosts
 from recover_megatron.launch.mpirun import mpirun_command, run_mpirun
 from recover_megatron.record.run_record import RunRecord, last_iteration

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import os
 import sys
@@ -13,6 +14,7 @@ from recover_megatron.errors import ConfigError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code; a ConfigError is one sentence on stderr and code 2."""
+    from recover_megatron.adapters.megatron.command_line import read_script
     from recover_megatron.data import prepare_c4, prepare_data
     from recover_megatron.goodput import simulate
     from recover_megatron.launch import command as launch
@@ -34,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_arguments(sub)
         sub.set_defaults(entry=module.run)
+    commands.choices["launch"].set_defaults(
+        entry=functools.partial(launch.run, read_script=read_script)
+    )
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a console may know fewer characters

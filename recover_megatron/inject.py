@@ -22,13 +22,12 @@ class Injector:
 
     def __init__(self, faults: Sequence[Fault], emit: Callable[..., None]):
         self._faults = list(faults)
-        self._emit = emit
+        self.emit = emit
         self._iteration = 0
         self._count: dict[str, int] = {}
         self._entered: dict[tuple[str, int], float] = {}
         self._took: dict[tuple[str, int], float] = {}
         self._armed: Fault | None = None
-        self.make_nan: Callable[[], None] = lambda: None  # set by the owner of the gradient
 
     def plans(self, phase: str) -> bool:
         return any(fault.phase == phase for fault in self._faults)
@@ -42,8 +41,11 @@ class Injector:
         so that every planned fault strikes."""
         self._count[phase] = count
 
-    def enter(self, phase: str, index: int = 0) -> None:
-        """This rank is about to do `phase`: a fault planned for here happens now."""
+    def enter(
+        self, phase: str, index: int = 0, make_nan: Callable[[], None] = lambda: None
+    ) -> None:
+        """This rank is about to do `phase`: a fault planned for here happens now. `make_nan` is
+        what a fault of that kind does."""
         if not self._faults:
             return
         self._entered[phase, index] = time.monotonic()
@@ -53,6 +55,10 @@ class Injector:
             if here and min(fault.index, last) == index:
                 if phase in ("sync", "save") and fault.kind == "kill":
                     self._arm(fault, phase, index)
+                elif fault.kind == "nan":
+                    self._tell(fault)
+                    self._faults.remove(fault)
+                    make_nan()
                 else:
                     self._fire(fault)
 
@@ -74,11 +80,7 @@ class Injector:
         timer.start()
 
     def _fire(self, fault: Fault) -> None:
-        self._emit("fault", iteration=fault.iteration, phase=fault.phase, fault=str(fault))
-        if fault.kind == "nan":
-            self._faults.remove(fault)
-            self.make_nan()
-            return
+        self._tell(fault)
         if fault.kind == "full":
             self._faults.remove(fault)
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -91,6 +93,9 @@ class Injector:
             ctypes.PyDLL(None).sleep(3600)  # a PyDLL call keeps Python's lock
         while True:  # alive, holding its place, making no progress
             time.sleep(3600)
+
+    def _tell(self, fault: Fault) -> None:
+        self.emit("fault", iteration=fault.iteration, phase=fault.phase, fault=str(fault))
 
     def _end(self, kind: str) -> None:
         """The process ends in this way, if the kind is one of faults.ENDS."""

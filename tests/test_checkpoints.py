@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from recover_megatron.adapters.megatron import checkpoints
 from recover_megatron.adapters.megatron.checkpoints import Checkpoints
-from recover_megatron.adapters.megatron.data import load_streams
+from recover_megatron.session.streams import load_streams
 from recover_megatron.workload.samples import Streams
 
 
@@ -25,8 +25,9 @@ def keeper(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_OTHERS_FAIL_S", 0.3)
     monkeypatch.setattr(Checkpoints, "_no_room", lambda self, model: None)
     session = MagicMock(leading=True, position=0)
-    session.args = SimpleNamespace(save=str(tmp_path), train_iters=9, data_parallel_size=1)
-    yield Checkpoints(session, MagicMock(), SimpleNamespace(streams=None)), session
+    args = SimpleNamespace(save=str(tmp_path), train_iters=9, data_parallel_size=1)
+    host = SimpleNamespace(args=args, training=MagicMock())
+    yield Checkpoints(session, host, SimpleNamespace(streams=None)), session
     torch.distributed.destroy_process_group()
 
 
@@ -57,11 +58,9 @@ def test_what_the_last_replica_rescues_has_its_streams(keeper, tmp_path):
     checkpoints_of, session = keeper
     streams = Streams((5, 3))
     checkpoints_of._feed.streams = streams
-    session.holds_iteration = True
     names = "model optimizer opt_param_scheduler num_floating_point_operations_so_far"
     more = ("checkpointing_context", "train_data_iterator")
-    checkpoints_of._at = dict.fromkeys((*names.split(), *more)) | {"iteration": 7}
-    session.rescue()
-    (saved,) = checkpoints_of._training.save_checkpoint_and_time.mock_calls
+    checkpoints_of.rescue(dict.fromkeys((*names.split(), *more)) | {"iteration": 7})
+    (saved,) = checkpoints_of._host.training.save_checkpoint_and_time.mock_calls
     assert saved.args[0] == 7
     assert load_streams(str(tmp_path), 7, 1) == streams

@@ -14,19 +14,15 @@ from pathlib import Path
 import pytest
 
 from recover_megatron import cli
-from recover_megatron.adapters.megatron.arguments import (
-    add_recovery_arguments,
-    check_version,
-    read_job,
-    recovery_config,
-    refuse_unsupported,
-)
-from recover_megatron.adapters.megatron.session import EXIT_TOO_FEW
+from recover_megatron.adapters.megatron.command_line import read_job
+from recover_megatron.adapters.megatron.support import check_version, refuse_unsupported
 from recover_megatron.config import RecoveryConfig, flag_name
 from recover_megatron.errors import ConfigError
 from recover_megatron.launch import command as launch
 from recover_megatron.launch import mpirun, verdict
 from recover_megatron.launch.host_job import Host, parse_hosts, placement, without_spares
+from recover_megatron.session.arguments import add_recovery_arguments, recovery_config
+from recover_megatron.session.exits import EXIT_TOO_FEW
 from recover_megatron.testing.rehearsal import SCRIPT
 from recover_megatron.trace import Trace
 

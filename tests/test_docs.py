@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.adapters.megatron.arguments import recovery_flags
+from recover_megatron.session.arguments import recovery_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("patches/*.md")])

@@ -1,36 +1,31 @@
-"""The hooks replace names and restore them; gradients are cut into buckets that share memory."""
+"""The hooks replace Megatron's names and restore them; what Megatron reduces is found."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from recover_megatron.adapters.megatron.data import (
-    MicrobatchFeed,
-    load_streams,
-    save_streams,
-    streams_to_start_with,
-)
-from recover_megatron.adapters.megatron.gradients import GradientBuckets
-from recover_megatron.adapters.megatron.replicas import fingerprint, odd_replicas
+from recover_megatron.adapters.megatron.gradient_source import MegatronGradients
+from recover_megatron.adapters.megatron.passes import Pass, interleaved_padding
 from recover_megatron.config import RecoveryConfig
-from recover_megatron.errors import ConfigError, InvariantViolation
-from recover_megatron.recovery.snapshot import Snapshot
-from recover_megatron.workload.assignment import Assignment
-from recover_megatron.workload.samples import Streams
+from recover_megatron.errors import ConfigError
+from recover_megatron.recovery.present import PresentWorld
+from recover_megatron.world import World
 
 
 def fake_session():
     injector = SimpleNamespace(plans=lambda phase: False)
-    driver = SimpleNamespace(on_repair=lambda callback: None)
-    return SimpleNamespace(injector=injector, driver=driver, replica_id=0, config=RecoveryConfig())
+    world = PresentWorld(World(0, (0, 1)))
+    return SimpleNamespace(injector=injector, world=world, replica_id=0, config=RecoveryConfig())
 
 
 def test_install_replaces_every_name_and_uninstall_restores_it():
-    from recover_megatron.adapters.megatron.hooks import Hooks, Host
+    from recover_megatron.adapters.megatron.hooks import Hooks
+    from recover_megatron.adapters.megatron.host import Host
     from recover_megatron.examples.gpt import arguments, checkpointing, global_vars, training
 
     modules = (training, arguments, global_vars, checkpointing)
@@ -46,7 +41,8 @@ def test_install_replaces_every_name_and_uninstall_restores_it():
 
 
 def test_a_megatron_without_a_hooked_name_is_refused_with_the_name():
-    from recover_megatron.adapters.megatron.hooks import Hooks, Host
+    from recover_megatron.adapters.megatron.hooks import Hooks
+    from recover_megatron.adapters.megatron.host import Host
 
     module = SimpleNamespace(__name__="megatron.training.training")
     with pytest.raises(ConfigError, match="has no get_forward_backward_func"):
@@ -64,118 +60,40 @@ def fake_model(grad: torch.Tensor, shards: int = 1):
     return [SimpleNamespace(bucket_groups=[group], expert_parallel_bucket_groups=[])]
 
 
-def test_float32_gradients_on_the_host_are_reduced_from_where_they_are():
-    grad = torch.arange(10.0)
-    gradients = GradientBuckets(fake_model(grad), bucket_bytes=16)
-    assert [len(b.local) for b in gradients.buckets] == [4, 4, 2]
-    grad[5] = 77.0
-    assert gradients.buckets[1].local[1] == 77.0  # no copy
-    for bucket in gradients.buckets:
-        bucket.reduced[:] = 2 * bucket.local
-    expected = 2 * grad.clone()
-    gradients.stage_out()
-    assert torch.equal(grad, expected)
-
-
-def test_bfloat16_gradients_are_reduced_in_float32_on_the_host():
-    grad = torch.arange(6, dtype=torch.bfloat16)
-    gradients = GradientBuckets(fake_model(grad), bucket_bytes=1 << 20)
-    gradients.stage_in()
-    (bucket,) = gradients.buckets
-    bucket.ready()
-    assert bucket.local.dtype == np.float32
-    bucket.reduced[:] = bucket.local + 1
-    bucket.arrived()
-    gradients.stage_out()
-    assert grad.tolist() == [1, 2, 3, 4, 5, 6]
-
-
 def test_with_the_distributed_optimizer_only_this_ranks_shard_is_reduced():
-    gradients = GradientBuckets(fake_model(torch.arange(8.0), shards=2), bucket_bytes=1 << 20)
-    assert gradients.buckets[0].local.tolist() == [4, 5, 6, 7]
+    gradients = MegatronGradients(fake_model(torch.arange(8.0), shards=2))
+    assert gradients.views()[0].tolist() == [4, 5, 6, 7]
 
 
-def test_a_snapshot_outlives_the_zeroed_buffer_and_is_added_back():
-    grad = torch.arange(4.0)
-    gradients = GradientBuckets(fake_model(grad), bucket_bytes=1 << 20)
-    kept = Snapshot(gradients.buckets)
-    grad.zero_()
-    grad += 10
-    kept.add_back(gradients.buckets)
-    assert grad.tolist() == [10, 11, 12, 13]
+def test_a_pass_tells_each_microbatch_by_model_chunk_and_padding_does_not_count():
+    one = Pass([5, 7, 7, 7], count=2)
+    assert [one.next_number(0), one.next_number(1), one.next_number(0)] == [5, 5, 7]
+    assert [one.next_loss_counts() for _ in range(4)] == [True, True, False, False]
 
 
-def test_the_feed_serves_exactly_the_assigned_microbatches():
-    feed = MicrobatchFeed(replica_id=1)
-    loader = feed.loader(torch.arange(100), micro_batch_size=2, dp=(0, 1))
-    feed.supply([3, 0], consumed_samples=20)
-    assert [next(loader).tolist(), next(loader).tolist()] == [[26, 27], [20, 21]]
-    assert feed.fetched == [[26, 27], [20, 21]]
-    with pytest.raises(InvariantViolation, match="not assigned"):
-        next(loader)
-    feed.supply([1], consumed_samples=20)
-    with pytest.raises(InvariantViolation, match="never asked for"):
-        feed.supply([2], consumed_samples=20)
+@pytest.mark.parametrize(
+    ("count", "stages", "group", "padding"),
+    [
+        (1, 2, 2, 1),  # one group at least
+        (2, 2, 2, 0),
+        (3, 2, 2, 1),  # a last group of one is less than two stages
+        (5, 2, 4, 1),
+        (6, 2, 4, 0),  # of two is enough
+        (7, 4, 4, 1),
+        (9, 4, 8, 3),
+    ],
+)
+def test_a_share_is_padded_to_what_the_interleaved_schedule_takes(count, stages, group, padding):
+    assert interleaved_padding(count, stages, group) == padding
 
 
-def test_with_streams_the_feed_goes_on_where_this_replicas_stream_stands():
-    feed = MicrobatchFeed(replica_id=1)
-    feed.streams = Streams((2, 4, 0), first=1)
-    loader = feed.loader(torch.arange(20), micro_batch_size=1, dp=(0, 1))
-    for ids in ([7, 8], [3]):  # the ids are places in the batch
-        feed.supply(ids, consumed_samples=1000)
-        taken = [next(loader).item() for _ in ids]
-    assert taken == [(1 + 6 * 3 + 1) % 20]  # the third of the iteration; the dataset begins anew
-    feed.committed(Assignment.of({0: [0], 1: [1, 2, 3]}))
-    assert feed.streams.positions == (3, 7, 0)
-    feed.begin()
-    feed.supply([0], consumed_samples=0)
-    assert next(loader).item() == (1 + 7 * 3 + 1) % 20
-    assert feed.fetched == [[3]]
+@given(st.integers(1, 40), st.integers(2, 8), st.integers(0, 8))
+def test_padding_is_the_least_that_fits(count, stages, more):
+    group = stages + more  # at least as many as there are stages
 
+    def fits(total: int) -> bool:
+        rest = total % group
+        return total >= group and (rest == 0 or rest >= stages)
 
-def test_stream_positions_are_kept_beside_the_checkpoint(tmp_path):
-    streams = Streams((2, 4, 0), first=1)
-    save_streams(str(tmp_path), 7, streams)
-    assert load_streams(str(tmp_path), 7, 1) == streams
-    assert load_streams(str(tmp_path), 8, 1) is None
-    assert [p.name for p in (tmp_path / "recover_streams").iterdir()] == ["iter_0000007.json"]
-
-
-def test_where_they_cannot_be_kept_beside_it_they_are_kept_inside(tmp_path):
-    (tmp_path / "recover_streams").write_text("a file where the folder should be")
-    streams = Streams((2, 4, 0), first=1)
-    save_streams(str(tmp_path), 7, streams)
-    assert load_streams(str(tmp_path), 7, 1) == streams
-
-
-def test_streams_are_honoured_in_samples_or_refused():
-    """Two replicas have trained on 32 samples, one at a time; then on 14 and 4 more."""
-    even, uneven = Streams((16, 16)), Streams((28, 4))
-    assert streams_to_start_with(even, "versatile", 32, 2, 1) == even
-    assert streams_to_start_with(even, "versatile", 32, 2, 2) == Streams((0, 0), 16, 2)
-    assert streams_to_start_with(even, "versatile", 32, 4, 3) == Streams((0,) * 4, 10, 3, 2)
-    assert streams_to_start_with(even, "exact", 32, 2, 1) is None
-    assert (uneven.end, uneven.skipped) == (55, 23)
-    assert streams_to_start_with(uneven, "versatile", 32, 2, 1) == uneven
-    assert streams_to_start_with(uneven, "versatile", 32, 3, 1) == Streams((0, 0, 0), 55)
-    with pytest.raises(ConfigError, match="first 55 samples 23 were not trained on"):
-        streams_to_start_with(uneven, "exact", 32, 2, 1)
-    assert streams_to_start_with(None, "versatile", 32, 2, 4) == Streams((0, 0), 8, 4)
-    with pytest.raises(ConfigError, match="exact would go on at sample 16"):
-        streams_to_start_with(even, "exact", 16, 2, 1)
-
-
-def test_the_odd_replica_is_named_by_majority():
-    assert odd_replicas({0: 5, 1: 5, 3: 6}) == [3]
-    assert odd_replicas({0: 6, 1: 5, 3: 5}) == [0]
-    assert odd_replicas({0: 5, 1: 5}) == []
-    assert odd_replicas({0: 5, 1: 6}) == [1]  # a tie: the lowest replica's counts
-
-
-def test_a_fingerprint_sees_a_single_bit():
-    model = [torch.nn.Linear(4, 4)]
-    before = fingerprint(model)
-    assert fingerprint(model) == before
-    model[0].weight.data.view(torch.int32)[2, 1] ^= 1
-    assert fingerprint(model) != before
+    padding = interleaved_padding(count, stages, group)
+    assert [fits(count + k) for k in range(padding + 1)] == [False] * padding + [True]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE
 from recover_megatron.record.compare import Log, max_difference
 from recover_megatron.record.run_record import RunRecord, last_iteration
+from recover_megatron.session.exits import EXIT_UNRECOVERABLE
 from recover_megatron.testing import rig as rigs
 from recover_megatron.testing.rehearsal import Rehearsal, environment
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
-from recover_megatron.adapters.megatron.logs import LeadersWriter, Logs
+from recover_megatron.adapters.megatron.logs import Logs
+from recover_megatron.recovery.present import PresentWorld
+from recover_megatron.session.writers import LeadersWriter
 from recover_megatron.world import World
 
 
@@ -105,10 +107,10 @@ def test_wandb_is_opened_by_each_leader_in_turn_for_the_same_run(monkeypatch):
     opened = []
 
     def replica(number: int, leading: bool):
-        on_repair = []
-        driver = SimpleNamespace(world=World(0, (0, 1)), repair_s=0.0, on_repair=on_repair.append)
         session = SimpleNamespace(
-            driver=driver, leading=leading, config=SimpleNamespace(trace_dir="runs/a b")
+            world=PresentWorld(World(0, (0, 1))),
+            leading=leading,
+            config=SimpleNamespace(trace_dir="runs/a b"),
         )
         writers = SimpleNamespace(_GLOBAL_WANDB_WRITER=None)
 
@@ -118,16 +120,15 @@ def test_wandb_is_opened_by_each_leader_in_turn_for_the_same_run(monkeypatch):
             opened.append((number, os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]))
             writers._GLOBAL_WANDB_WRITER = MagicMock()
 
-        logs = Logs(session, writers)
+        logs = Logs(session, SimpleNamespace(writers=writers))
         logs.set_wandb_writer(stock, SimpleNamespace(wandb_project="p", rank=0, world_size=1))
-        return session, writers, on_repair
+        return session, writers
 
     replica(0, leading=True)
-    session, writers, on_repair = replica(1, leading=False)
+    session, writers = replica(1, leading=False)
     assert opened == [(0, "a-b", "allow")]
     assert isinstance(writers._GLOBAL_WANDB_WRITER, LeadersWriter)
     session.leading = True
-    for callback in on_repair:
-        callback(World(1, (1,)))
+    session.world.tell()
     assert opened == [(0, "a-b", "allow"), (1, "a-b", "allow")]
     assert isinstance(writers._GLOBAL_WANDB_WRITER, LeadersWriter)

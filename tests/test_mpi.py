@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from recover_megatron import cli
-from recover_megatron.adapters.megatron.arguments import read_job
-from recover_megatron.adapters.megatron.session import EXIT_CONFIG, EXIT_UNRECOVERABLE
+from recover_megatron.adapters.megatron.command_line import read_job
 from recover_megatron.launch.mpirun import mpirun_command
 from recover_megatron.record.run_record import RunRecord
+from recover_megatron.session.exits import EXIT_CONFIG, EXIT_UNRECOVERABLE
 from recover_megatron.testing.jobs import driver_job
 
 STEPS, MICROBATCHES = 8, 12

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from recover_megatron import cli
-from recover_megatron.adapters.megatron.session import EXIT_STOPPED, EXIT_TOO_FEW
 from recover_megatron.launch import slurm
 from recover_megatron.record.compare import max_difference, read_log
 from recover_megatron.record.run_record import RunRecord, last_iteration
+from recover_megatron.session.exits import EXIT_STOPPED, EXIT_TOO_FEW
 from recover_megatron.testing.rehearsal import Rehearsal, environment, run_job
 from recover_megatron.testing.rig import Rig
 from recover_megatron.testing.slurm_rig import Slurm, slurm_missing

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from recover_megatron import cli
-from recover_megatron.adapters.megatron import bootstrap
-from recover_megatron.adapters.megatron.arguments import own_faults, read_job, refuse_unsupported
+from recover_megatron.adapters.megatron.command_line import read_job, split_arguments
 from recover_megatron.adapters.megatron.index_cache import sweep
-from recover_megatron.adapters.megatron.replicas import fingerprint
+from recover_megatron.adapters.megatron.support import own_faults, refuse_unsupported
 from recover_megatron.collectives.guard import SUBJECTS, GuardedCommunicator
 from recover_megatron.collectives.membership.quorum import (
     Evidence,
@@ -36,6 +35,8 @@ from recover_megatron.hosts.witness import Witness
 from recover_megatron.launch import mpirun, slurm, verdict
 from recover_megatron.launch.host_job import FORWARDED, HostJob, parse_hosts, placement
 from recover_megatron.record.run_folder import fresh_run_folder, newest_run
+from recover_megatron.session import leaving
+from recover_megatron.session.peers import fingerprint
 from recover_megatron.testing.rehearsal import SCRIPT
 from recover_megatron.testing.scripted import ScriptedJob
 from recover_megatron.trace import Trace, read_traces, trace_path
@@ -106,7 +107,7 @@ def test_ranks_that_all_leave_end_in_order():
 
 
 def test_8a_a_rank_dies_by_sigkill_even_if_it_cannot_say_why():
-    code = "from recover_megatron.adapters.megatron.bootstrap import die; die(None, OSError('x'))"
+    code = "from recover_megatron.session.leaving import die; die(None, OSError('x'))"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", code], stderr=full, stdout=full)
     assert done.returncode == -signal.SIGKILL
@@ -231,7 +232,7 @@ def test_a_bare_assertion_says_its_line():
         assert 1 == 2  # noqa: PLR0133
     except AssertionError as caught:
         caught.args = (";",)
-        words = bootstrap._last_words(caught, 3)
+        words = leaving._last_words(caught, 3)
     assert words["reason"].startswith("AssertionError: assert 1 == 2")
     assert words["where"].startswith(__file__)
 
@@ -296,9 +297,9 @@ def test_b17_a_parameter_without_dimensions_has_a_fingerprint():
     model.scale = torch.nn.Parameter(torch.ones(()))
     model.empty = torch.nn.Parameter(torch.ones(0))
     model.narrow = torch.nn.Parameter(torch.ones((2, 2), dtype=torch.bfloat16).T)
-    before = fingerprint([model])
+    before = fingerprint(model.parameters())
     model.scale.data += 1
-    assert fingerprint([model]) != before
+    assert fingerprint(model.parameters()) != before
 
 
 @pytest.mark.parametrize(
@@ -354,13 +355,13 @@ def test_15_flags_with_an_equals_sign_are_seen(tmp_path, capsys):
     assert cli.main(["launch", "--replicas", "2", "--dry-run", "--", *words]) == 0
     output = capsys.readouterr().out
     assert f"run folder {tmp_path}/mine" in output
-    assert bootstrap.split_arguments(words)[2] == "cpu"
+    assert split_arguments(words)[2] == "cpu"
     code = "import recover_megatron, os, sys; os.execv = lambda *a: print('again')\n"
     code += "sys.argv[1:] = ['--recover-platform=cpu']; recover_megatron.install()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "again\n"
     with pytest.raises(ConfigError, match="expected one argument"):
-        bootstrap.split_arguments([SCRIPT, "--recover-platform"])
+        split_arguments([SCRIPT, "--recover-platform"])
 
 
 def test_7_a_folder_that_holds_a_run_is_left_alone(tmp_path, capsys):

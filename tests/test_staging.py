@@ -4,16 +4,15 @@ whoever writes too early is told so."""
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.adapters.megatron.gradients import GradientBuckets
-from recover_megatron.adapters.megatron.staging import StagedPiece
 from recover_megatron.recovery.snapshot import Snapshot
+from recover_megatron.session.gradients import GradientBuckets
+from recover_megatron.session.staging import StagedPiece
 
 
 class LateDevice:
@@ -60,12 +59,17 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return a < b + other.numel() and b < a + one.numel()
 
 
-def model_of(gradient: torch.Tensor):
-    group = SimpleNamespace(
-        buckets=[SimpleNamespace(grad_data=gradient)],
-        ddp_config=SimpleNamespace(use_distributed_optimizer=False),
-    )
-    return [SimpleNamespace(bucket_groups=[group], expert_parallel_bucket_groups=[])]
+class Source:
+    """A gradient on the device."""
+
+    def __init__(self, gradient: torch.Tensor):
+        self._gradient = gradient
+
+    def views(self):
+        return [self._gradient]
+
+    def zero(self):
+        raise AssertionError("the test zeroes it")
 
 
 @settings(max_examples=300, deadline=None)
@@ -84,7 +88,7 @@ def test_what_is_committed_is_the_sum_whenever_the_copies_end(
     more microbatches for this replica."""
     device = LateDevice(seed)
     gradient = torch.zeros(size, dtype=dtype)
-    gradients = GradientBuckets(model_of(gradient), 4 * piece, device)
+    gradients = GradientBuckets(Source(gradient), 4 * piece, device)
     for step in range(steps):
         total = 0
 
@@ -137,5 +141,5 @@ def test_computing_before_the_copies_have_ended_is_found_on_this_device():
 @pytest.mark.parametrize(("dtype", "per_number"), [(torch.float32, 8), (torch.bfloat16, 10)])
 def test_the_host_holds_two_float32_copies_and_one_of_another_type(dtype, per_number):
     device = LateDevice(seed=0)
-    GradientBuckets(model_of(torch.zeros(100, dtype=dtype)), 64, device)
+    GradientBuckets(Source(torch.zeros(100, dtype=dtype)), 64, device)
     assert device.allocated == 100 * per_number

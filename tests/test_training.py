@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.adapters.megatron.session import (
+from recover_megatron.record.compare import Log, max_difference
+from recover_megatron.record.run_record import RunRecord
+from recover_megatron.session.exits import (
     EXIT_STOPPED,
     EXIT_TOO_FEW,
     EXIT_UNRECOVERABLE,
 )
-from recover_megatron.record.compare import Log, max_difference
-from recover_megatron.record.run_record import RunRecord
 from recover_megatron.testing.rehearsal import Rehearsal, environment
 from recover_megatron.trace import read_traces
 from recover_megatron.workload.samples import sample_ids

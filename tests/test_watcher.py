@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from recover_megatron.adapters.megatron.session import first_dead
 from recover_megatron.collectives.membership.quorum import Place
 from recover_megatron.collectives.membership.watcher import Mates, ProvenMates, Watcher
+from recover_megatron.session.losses import first_dead
 
 
 class Left(Exception):

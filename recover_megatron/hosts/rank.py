@@ -18,8 +18,6 @@ class RankOnHost:
         self.host = os.environ[HOST]
         self.folder = HostFolder(os.environ[FOLDER])
         self._witness_pid = int(os.environ[WITNESS_PID])
-        self._cut: frozenset[str] = frozenset()
-        self.has_quorum_without: Callable[[frozenset[str]], bool] = lambda hosts: True
         self._witness_began = started(self._witness_pid) or "?"
         self.folder.write(f"ranks/{os.getpid()}", started(os.getpid()) or "?")
 
@@ -28,36 +26,23 @@ class RankOnHost:
         """None in a job on one host, which needs no witness."""
         return cls() if FOLDER in os.environ else None
 
-    def look(self) -> str | None:
-        """Called by the watcher thread all the time. A reason to leave, or None.
+    def has_witness(self) -> bool:
+        return running(self._witness_pid, self._witness_began)
 
-        Other hosts take the end of this host's witness for proof that no rank runs here. Of hosts
-        that the witness has not heard of for long, the majority cuts off the others: MPI then sees
-        all their ranks fail at once, where its own heartbeat finds them one after the other, each
-        after a time-out. A minority leaves before it has called anyone failed: what it said would
-        reach the majority if the link healed, and end it.
-        """
-        if not running(self._witness_pid, self._witness_began):
-            return "its host's witness has ended"
-        silent = self.folder.lines("silent")
-        if silent - self._cut:
-            if not self.has_quorum_without(silent):
-                self.had_no_quorum()
-                names = ", ".join(sorted(silent))
-                return (
-                    f"no sign of life from {names}, and the ranks that are left are no majority: "
-                    "the others may go on, so this side must not"
-                )
-            cut_off(self._addresses(silent - self._cut))
-            self._cut |= silent
-        return None
+    def silent(self) -> frozenset[str]:
+        """The hosts that the witness has not heard of for long."""
+        return self.folder.lines("silent")
+
+    def cut_off(self, hosts: frozenset[str]) -> None:
+        """End this rank's connections with other hosts: MPI then sees all their ranks fail."""
+        cut_off(self._addresses(hosts))
 
     def fence(self, hosts: Iterable[str]) -> None:
         """After a repair: nothing that lost hosts may still send is to be heard. If a partition
         heals, what their ranks believed of ours would make the run-time take ours for dead."""
         lost = frozenset(hosts)
         self.folder.write_lines("fenced", lost)
-        cut_off(self._addresses(lost))
+        self.cut_off(lost)
 
     def proven_dead(self) -> frozenset[str]:
         """Hosts, and processes as `host pid`, of which the witness has proof."""
@@ -72,6 +57,42 @@ class RankOnHost:
     def _addresses(self, hosts: frozenset[str]) -> frozenset[str]:
         known = (line.split() for line in self.folder.lines("addresses"))
         return frozenset(address for host, address in known if host in hosts)
+
+
+class HostWatch:
+    """What a rank on one of several hosts looks for all the time: a reason to leave, or None.
+
+    Other hosts take the end of this host's witness for proof that no rank runs here. Of hosts that
+    the witness has not heard of for long, the majority cuts off the others: MPI then sees all their
+    ranks fail at once, where its own heartbeat finds them one after the other, each after a
+    time-out. A minority leaves before it has called anyone failed: what it said would reach the
+    majority if the link healed, and end it.
+
+    Args:
+        on_host: This rank's dealings with its witness.
+        has_quorum_without: Whether the ranks of all hosts but these may go on.
+    """
+
+    def __init__(self, on_host: RankOnHost, has_quorum_without: Callable[[frozenset[str]], bool]):
+        self._on_host, self._has_quorum_without = on_host, has_quorum_without
+        self._cut: frozenset[str] = frozenset()
+
+    def __call__(self) -> str | None:
+        """By the watcher thread."""
+        if not self._on_host.has_witness():
+            return "its host's witness has ended"
+        silent = self._on_host.silent()
+        if silent - self._cut:
+            if not self._has_quorum_without(silent):
+                self._on_host.had_no_quorum()
+                names = ", ".join(sorted(silent))
+                return (
+                    f"no sign of life from {names}, and the ranks that are left are no majority: "
+                    "the others may go on, so this side must not"
+                )
+            self._on_host.cut_off(silent - self._cut)
+            self._cut |= silent
+        return None
 
 
 def cut_off(addresses: frozenset[str]) -> None:

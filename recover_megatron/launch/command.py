@@ -11,17 +11,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recover_megatron.adapters.megatron.arguments import (
-    Job,
-    read_job,
-    take_flag,
-    wants_recovery,
-)
-from recover_megatron.adapters.megatron.session import EXIT_TOO_FEW
 from recover_megatron.console import say
 from recover_megatron.errors import ConfigError
 from recover_megatron.launch import slurm
@@ -39,11 +32,12 @@ from recover_megatron.launch.mpirun import mpirun_command, run_mpirun, wait_for_
 from recover_megatron.launch.run_config import RunConfig, check_flags, load
 from recover_megatron.launch.stall import StallReport
 from recover_megatron.launch.start_watch import StartWatch, put_aside
-from recover_megatron.launch.verdict import EXIT_NOBODY, exit_code, has_committed
+from recover_megatron.launch.verdict import exit_code, has_committed
 from recover_megatron.record.run_folder import fresh_run_folder
+from recover_megatron.session.arguments import TRACE_FLAG, take_flag
+from recover_megatron.session.exits import EXIT_NOBODY, EXIT_TOO_FEW
+from recover_megatron.session.job import Job
 from recover_megatron.world import ReplicaLayout
-
-TRACE_FLAG = "--recover-trace-dir"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,13 +107,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, read_script: Callable[[Sequence[str]], Job]) -> int:
+    """`read_script` reads the job's shape from a script and its flags, as its framework means
+    them."""
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
     config = _config(args, script)
     if config is not None:
         script = config.words
     script, trace_dir = _with_trace_dir(script, args.slurm)
-    job = _read(script)
+    job = read_script(script)
     replicas = args.replicas if args.replicas is not None else _replicas_for_gpus(job)
     if replicas < 1:
         raise ConfigError(f"--replicas must be at least 1, got {replicas}")
@@ -308,15 +304,6 @@ def _orphaned(restart_command: str) -> dict[str, list[str]]:
 def _words(command: str) -> list[str]:
     """A user's command line, with variables of the environment; no shell reads it."""
     return [os.path.expandvars(word) for word in shlex.split(command)]
-
-
-def _read(script: Sequence[str]) -> Job:
-    from recover_megatron.adapters.megatron.bootstrap import split_arguments
-
-    path, flags, _ = split_arguments(script)
-    if not wants_recovery(flags):
-        raise ConfigError(f"--recover is not among the flags of {path}; add it, or use torchrun")
-    return read_job(flags)
 
 
 def _with_trace_dir(script: Sequence[str], in_slurm: bool) -> tuple[list[str], str]:

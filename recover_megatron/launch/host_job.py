@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE
 from recover_megatron.console import say
 from recover_megatron.errors import ConfigError
 from recover_megatron.hosts.agent import SETTINGS, remote_words
@@ -24,6 +23,7 @@ from recover_megatron.hosts.folder import HostFolder
 from recover_megatron.hosts.tunnel import address_towards
 from recover_megatron.hosts.witness import Witness
 from recover_megatron.launch.mpirun import wait_until_over
+from recover_megatron.session.exits import EXIT_UNRECOVERABLE
 
 REMOTE_SHELL = "ssh -o BatchMode=yes {host}"
 # What ranks on other hosts get of the launcher's environment, beside what is asked for.

@@ -23,13 +23,13 @@ from typing import IO
 
 import psutil
 
-from recover_megatron.adapters.megatron.arguments import Job
-from recover_megatron.adapters.megatron.session import STOP_SIGNAL
 from recover_megatron.collectives.fabric.plan import EAGER_BYTES
 from recover_megatron.collectives.membership.watchdog import end_with_parent
 from recover_megatron.console import say
 from recover_megatron.errors import ConfigError
 from recover_megatron.launch.verdict import has_committed
+from recover_megatron.session.exits import STOP_SIGNAL
+from recover_megatron.session.job import Job
 
 _GRACE_S = 10.0  # for mpirun to end after its ranks
 

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.adapters.megatron.session import EXIT_UNRECOVERABLE
 from recover_megatron.console import say
+from recover_megatron.session.exits import EXIT_NOBODY, EXIT_UNRECOVERABLE
 from recover_megatron.trace import read_traces, text_of
 
 _ERROR = "recover-megatron launch: error"
-EXIT_NOBODY = 1  # no replica reached the end
 Event = dict[str, Any]
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from recover_megatron.errors import InvariantViolation, ReplicaLost
 from recover_megatron.recovery import machine
+from recover_megatron.recovery.present import PresentWorld
 from recover_megatron.recovery.snapshot import Array, Bucket, Snapshot
 from recover_megatron.workload.assignment import Assignment
 from recover_megatron.workload.policy import ExactPolicy, moved
@@ -18,6 +19,8 @@ WITHHELD = -1
 
 class Communicator(Protocol):
     """What the driver needs of the collectives layer (collectives/guard.py)."""
+
+    def begin(self, world: World) -> World: ...
 
     def all_reduce(self, send: Array, receive: Array, op: str = "sum") -> None: ...
 
@@ -42,39 +45,56 @@ class Work(Protocol):
 
 
 class Probe(Protocol):
-    """Points at which a fault can be injected (inject.py); does nothing in production."""
+    """Told of what the driver does: events to trace, and points at which a fault can be injected
+    (inject.py)."""
 
     def enter(self, phase: str, index: int = 0) -> None: ...
 
     def leave(self, phase: str, index: int = 0) -> None: ...
 
+    def emit(self, event: str, **facts: Any) -> None: ...
+
 
 class Driver:
-    """Owns the current world of one rank. Not thread-safe: the training thread alone uses it."""
+    """Carries one rank through its iterations. Not thread-safe: the training thread alone uses it.
+
+    Args:
+        communicator: The collectives layer.
+        policy: Who computes what.
+        present: The world, which the driver alone changes.
+        replica_id: This rank's replica.
+        probe: Told of what happens.
+    """
 
     def __init__(
         self,
         communicator: Communicator,
         policy: machine.Policy,
-        world: World,
+        present: PresentWorld,
         replica_id: int,
         probe: Probe,
-        emit: Callable[..., None],
     ):
-        self.world = world
+        self.present = present
         self._communicator = communicator
         self.policy = policy
         self._replica_id = replica_id
         self._probe = probe
-        self._emit = emit
         self.reassigned: tuple[int, ...] = ()  # microbatches of this step that changed hands
         self._withheld: list[Snapshot] = []  # this iteration's, in the assignment's order
         self.repair_s = 0.0  # seconds spent in repairs so far
-        self._on_repair: list[Callable[[World], None]] = []
 
-    def on_repair(self, callback: Callable[[World], None]) -> None:
-        """`callback(new_world)` after every membership change, in order of registration."""
-        self._on_repair.append(callback)
+    @property
+    def world(self) -> World:
+        """The last agreed one."""
+        return self.present.now
+
+    def begin(self) -> None:
+        """Connect this rank with its peers. Every rank calls it, once, before anything else. A
+        replica that dies meanwhile is lost as in any repair."""
+        before = self.world
+        self.present.become(self._communicator.begin(before))
+        if self.world != before:
+            self._announce(before, None, 0.0)
 
     def run_step(self, step: int, microbatches: int, work: Work) -> Assignment:
         """Compute, reduce and commit exactly `microbatches` microbatches. Every live rank calls it.
@@ -90,7 +110,7 @@ class Driver:
             sorted(i for r in state.world.replicas for i in moved(planned, state.assignment, r))
         )
         work.commit()
-        self._emit("committed", iteration=step, **_facts(state))
+        self._probe.emit("committed", iteration=step, **_facts(state))
         return state.assignment
 
     def run_evaluation(self, microbatches: int, work: Work) -> None:
@@ -98,7 +118,7 @@ class Driver:
         the live replicas, taken over if one dies. Every live rank calls it."""
         _, state = self._run(None, microbatches, work, ExactPolicy())
         work.commit()
-        self._emit("evaluated", **_facts(state))
+        self._probe.emit("evaluated", **_facts(state))
 
     def _run(
         self, step: int | None, microbatches: int, work: Work, policy: machine.Policy
@@ -120,7 +140,7 @@ class Driver:
             case machine.Compute():
                 self._compute(action, work)
                 if step is not None:
-                    self._emit(
+                    self._probe.emit(
                         "computed",
                         iteration=step,
                         world_epoch=state.world.world_epoch,
@@ -153,7 +173,7 @@ class Driver:
         try:
             self._communicator.all_reduce(bucket.local, bucket.reduced)
         except ReplicaLost as lost:
-            self._emit("sync_failed", iteration=step, bucket=index, reason=str(lost))
+            self._probe.emit("sync_failed", iteration=step, bucket=index, reason=str(lost))
             return machine.ReduceFailed(index)
         bucket.arrived()
         self._probe.leave("sync", index)
@@ -171,7 +191,7 @@ class Driver:
             try:
                 result = operation()
             except ReplicaLost as lost:
-                self._emit("sync_failed", iteration=None, bucket=what, reason=str(lost))
+                self._probe.emit("sync_failed", iteration=None, bucket=what, reason=str(lost))
                 vote = False
             if self._communicator.agree(vote, what):
                 return result
@@ -181,16 +201,16 @@ class Driver:
         self._probe.enter("repair")
         started = time.time()
         before = self.world
-        self.world = self._communicator.repair(before)
+        self.present.become(self._communicator.repair(before))
         repair_s = time.time() - started
         self.repair_s += repair_s
-        self.announce(before, step, repair_s)
+        self._announce(before, step, repair_s)
         return self.world
 
-    def announce(self, before: World, step: int | None, repair_s: float) -> None:
+    def _announce(self, before: World, step: int | None, repair_s: float) -> None:
         """Tell all who want to know that the world `before` has become the present one."""
         lost = sorted(set(before.replicas) - set(self.world.replicas))
-        self._emit(
+        self._probe.emit(
             "repaired",
             iteration=step,
             world_epoch=self.world.world_epoch,
@@ -198,8 +218,7 @@ class Driver:
             replicas_lost=lost,
             repair_s=repair_s,
         )
-        for callback in self._on_repair:
-            callback(self.world)
+        self.present.tell()
 
 
 def _facts(state: machine.State) -> dict[str, Any]:

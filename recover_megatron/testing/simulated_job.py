@@ -13,6 +13,7 @@ from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import NoQuorum
 from recover_megatron.inject import Injector
 from recover_megatron.recovery.driver import Driver
+from recover_megatron.recovery.present import PresentWorld
 from recover_megatron.recovery.snapshot import Bucket
 from recover_megatron.testing.scripted import (
     Death,
@@ -95,9 +96,10 @@ def simulate(schedule: Schedule) -> tuple[ScriptedJob, dict[int, Outcome]]:
 
         replica = layout.replica_of(rank)
         communicator = GuardedCommunicator(membership, fabric, layout, QUICK, job.proven_dead)
-        world = communicator.begin(World.initial(layout))
+        present = PresentWorld(World.initial(layout))
         policy = make_policy(schedule.policy)
-        driver = Driver(communicator, policy, world, replica, Injector([], emit), emit)
+        driver = Driver(communicator, policy, present, replica, Injector([], emit))
+        driver.begin()
         streams = Streams.after(0, replicas) if schedule.policy == "versatile" else None
         commits: list[np.ndarray] = []
         for step in range(schedule.steps):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from recover_megatron.adapters.megatron import cpu
-from recover_megatron.adapters.megatron.bootstrap import PLATFORM_FLAG
+from recover_megatron.adapters.megatron.command_line import PLATFORM_FLAG
 
 
 def main() -> None:

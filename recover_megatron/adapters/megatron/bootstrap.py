@@ -12,22 +12,12 @@ import gc
 import importlib
 import importlib.util
 import os
-import signal
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from recover_megatron import mark_started
-from recover_megatron.adapters.megatron.arguments import take_flag, wants_recovery
-from recover_megatron.adapters.megatron.session import (
-    EXIT_CONFIG,
-    EXIT_STOPPED,
-    EXIT_TOO_FEW,
-    EXIT_UNRECOVERABLE,
-    Session,
-    start,
-)
+from recover_megatron.adapters.megatron.command_line import read_job, split_arguments
 from recover_megatron.errors import (
     ConfigError,
     NoQuorum,
@@ -35,13 +25,22 @@ from recover_megatron.errors import (
     TooFewReplicas,
     Unrecoverable,
 )
+from recover_megatron.session import leaving
+from recover_megatron.session.arguments import wants_recovery
+from recover_megatron.session.exits import (
+    EXIT_CONFIG,
+    EXIT_STOPPED,
+    EXIT_TOO_FEW,
+    EXIT_UNRECOVERABLE,
+)
+from recover_megatron.session.session import Session
+from recover_megatron.session.start import start
 
 _STOPS = (
     (TooFewReplicas, EXIT_TOO_FEW),
     (Unrecoverable, EXIT_UNRECOVERABLE),
     (StopRequested, EXIT_STOPPED),
 )
-PLATFORM_FLAG = "--recover-platform"
 _EXAMPLE = "recover_megatron.examples.gpt"  # its modules bear megatron.training's names
 
 
@@ -76,15 +75,15 @@ def _run_recovering(
     session = None
     try:
         with _quick_imports():
-            session = start(flags)
+            session = start(read_job(flags))
             _platform(script, platform)
             host = _host(script)
         from recover_megatron.adapters.megatron.hooks import Hooks
 
         Hooks(session, host).install()
         _run(script, namespace)
-    except SystemExit as leaving:
-        finish(session, leaving.code, f"by sys.exit({leaving.code!r})")
+    except SystemExit as end:
+        finish(session, end.code, f"by sys.exit({end.code!r})")
     except ConfigError as error:
         _say(f"error: {error}", session)
         finish(session, EXIT_CONFIG, f"with an error: {error}")
@@ -92,58 +91,13 @@ def _run_recovering(
         _say(f"stopped: {error}", session)
         finish(session, next(code for kind, code in _STOPS if isinstance(error, kind)))
     except NoQuorum as error:
-        if session is not None and session.on_host is not None:
-            session.on_host.had_no_quorum()
-        die(session, error)
+        if session is not None and session.watch.on_host is not None:
+            session.watch.on_host.had_no_quorum()
+        leaving.die(session, error)
     except BaseException as error:
-        save_if_last(session)
-        die(session, error)
+        leaving.save_if_last(session)
+        leaving.die(session, error)
     finish(session, 0, "at the end of its script")
-
-
-def die(session: Session | None, error: BaseException) -> NoReturn:
-    """The end of a broken rank: say why, then SIGKILL, the one exit that peers notice at once.
-    Nothing that is said on the way can prevent it."""
-    try:
-        if session is not None and session.console is not None:
-            session.console.speak_up()
-        if isinstance(error, NoQuorum):
-            print(f"recover: this rank leaves: {error}", file=sys.stderr)
-        else:
-            traceback.print_exception(error, file=sys.stderr)
-        sys.stderr.flush()
-        if session is not None:
-            session.watchdog.last_words()
-            session.trace.emit("died", **_last_words(error, session.iteration))
-    finally:
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("unreachable")
-
-
-def _last_words(error: BaseException, iteration: int) -> dict[str, Any]:
-    """What the launcher needs to see that all replicas died of the same error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    said = str(error).strip().splitlines()
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "nowhere"
-    line = (frames[-1].line or "") if frames else ""
-    # A bare assert says nothing but its line.
-    words = said[0] if said and said[0].strip("; ") else line
-    return {
-        "reason": f"{type(error).__name__}: {words}",
-        "exception": type(error).__name__,
-        "where": place,
-        "iteration": iteration,
-    }
-
-
-def save_if_last(session: Session | None) -> None:
-    """A checkpoint of the last committed iteration, if all other replicas are dead and this one,
-    broken by an exception, still holds it whole. Best effort: any error in it changes nothing."""
-    try:
-        if session is not None and session.is_last() and session.rescue is not None:
-            session.rescue()
-    except BaseException:
-        traceback.print_exc(file=sys.stderr)
 
 
 def finish(session: Session | None, code: Any, how: str = "") -> NoReturn:
@@ -155,19 +109,7 @@ def finish(session: Session | None, code: Any, how: str = "") -> NoReturn:
     if session is None:
         # mpirun ends the job at the first code that is not 0: it must be the rank that has spoken.
         sys.exit(number if _speaks(None) else 0)
-    session.finish(number & 0xFF, "" if session.ending else how)
-
-
-def split_arguments(argv: Sequence[str]) -> tuple[str, list[str], str]:
-    """Script, its flags and the platform, whose flag may stand anywhere and is taken out."""
-    platform, rest = take_flag(argv, PLATFORM_FLAG)
-    platform = "cuda" if platform is None else platform
-    if platform not in ("cuda", "cpu"):
-        raise ConfigError(f"{PLATFORM_FLAG} must be cuda or cpu, got {platform!r}")
-    if not rest or not os.path.isfile(rest[0]):
-        found = rest[0] if rest else "nothing"
-        raise ConfigError(f"expected a training script such as pretrain_gpt.py, got {found}")
-    return rest[0], rest[1:], platform
+    leaving.finish(session, number & 0xFF, "" if session.progress.over else how)
 
 
 @contextlib.contextmanager
@@ -211,7 +153,7 @@ def _import_training(script: str) -> None:
 
 
 def _host(script: str) -> Any:
-    from recover_megatron.adapters.megatron.hooks import Host
+    from recover_megatron.adapters.megatron.host import Host
 
     package = _EXAMPLE if is_ours(script) else "megatron.training"
     if package != _EXAMPLE:
@@ -235,7 +177,7 @@ def _speaks(session: Session | None) -> bool:
     """One rank tells the user: the leader's first, or one a host before the job has begun."""
     if session is None:
         return os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0") == "0"
-    return session.leading and session.position == 0
+    return session.speaks
 
 
 def _say(message: str, session: Session | None) -> None:

@@ -3,7 +3,7 @@
 `Host` names the modules that hold them: Megatron-LM's own `megatron.training`, or
 `recover_megatron.examples.gpt`, whose modules and functions bear the same names. Hook letters as in
 `design/megatron-seams.md`, section 1.1. What a hook does stands here if it is about arguments or
-data, else in schedule.py (A, B, C), checkpoints.py (E) and logs.py.
+data, else in schedule.py (A, B, C), checkpoints.py and exits.py (E), and logs.py.
 """
 
 from __future__ import annotations
@@ -13,43 +13,28 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from recover_megatron.adapters.megatron.arguments import (
-    add_recovery_arguments,
+from recover_megatron.adapters.megatron.checkpoints import Checkpoints
+from recover_megatron.adapters.megatron.exits import Exits
+from recover_megatron.adapters.megatron.host import Host
+from recover_megatron.adapters.megatron.index_cache import one_at_a_time, sweep
+from recover_megatron.adapters.megatron.logs import Logs
+from recover_megatron.adapters.megatron.schedule import Schedules
+from recover_megatron.adapters.megatron.support import (
     check_version,
     own_faults,
     refuse_unsupported,
 )
-from recover_megatron.adapters.megatron.checkpoints import Checkpoints
-from recover_megatron.adapters.megatron.data import (
-    EvaluationLoader,
-    load_streams,
-    streams_to_start_with,
-)
-from recover_megatron.adapters.megatron.index_cache import one_at_a_time, sweep
-from recover_megatron.adapters.megatron.logs import Logs
-from recover_megatron.adapters.megatron.replicas import check_same_iteration
-from recover_megatron.adapters.megatron.schedule import Schedules
-from recover_megatron.adapters.megatron.session import Session
 from recover_megatron.errors import ConfigError
+from recover_megatron.session.arguments import add_recovery_arguments
+from recover_megatron.session.feeds import EvaluationLoader
+from recover_megatron.session.peers import Peers
+from recover_megatron.session.session import Session
+from recover_megatron.session.streams import load_streams, streams_to_start_with
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Host:
-    """The modules whose global names are hooked. `validators` all hold a name `validate_args`;
-    `writers` holds `_set_tensorboard_writer`, `checkpointing` `get_checkpoint_tracker_filename`."""
-
-    training: ModuleType
-    arguments: ModuleType
-    validators: tuple[ModuleType, ...]
-    writers: ModuleType
-    checkpointing: ModuleType
 
 
 class Hooks:
@@ -59,9 +44,11 @@ class Hooks:
         self._session = session
         self._host = host
         self._stock: dict[tuple[Any, str], Any] = {}  # by module or class, and name
-        self._schedules = Schedules(session)
-        self._checkpoints = Checkpoints(session, host.training, self._schedules.feed)
-        self._logs = Logs(session, host.writers)
+        self._peers = Peers(session)
+        self._schedules = Schedules(session, host)
+        self._checkpoints = Checkpoints(session, host, self._schedules.feed)
+        self._exits = Exits(session, host, self._checkpoints, self._peers)
+        self._logs = Logs(session, host)
 
     def install(self) -> None:
         import megatron.core.pipeline_parallel.schedules as schedules
@@ -83,7 +70,7 @@ class Hooks:
         if hasattr(training, "dummy_train_step"):  # --iterations-to-skip
             replace(training, "dummy_train_step", run.skip_iteration)
         replace(training, "save_checkpoint", keep.save_checkpoint)  # E
-        replace(training, "checkpoint_and_decide_exit", keep.checkpoint_and_decide_exit)
+        replace(training, "checkpoint_and_decide_exit", self._exits.checkpoint_and_decide_exit)
         replace(host.checkpointing, "get_checkpoint_tracker_filename", keep.tracker_filename)
         if hasattr(training, "maybe_finalize_async_save"):
             replace(training, "maybe_finalize_async_save", keep.finalize_async_save)
@@ -158,7 +145,7 @@ class Hooks:
 
     def _validate_args(self, stock: Callable[..., Any], args: Any, *rest: Any, **more: Any) -> Any:
         result = stock(args, *rest, **more)
-        args = self._session.args = args if result is None else result
+        args = args if result is None else result
         refuse_unsupported(args)
         own_faults(args, self._session.layout, self._session.replica_id)
         if getattr(args, "rerun_mode", "disabled") != "disabled":
@@ -172,7 +159,7 @@ class Hooks:
                 f"--num-workers {args.num_workers} has no effect with --recover: samples are read "
                 "by the training process",
             )
-        self._checkpoints.take_over_exits(args)
+        self._exits.take_over(args)
         return result
 
     def _seed(self, stock: Callable[..., Any], *args: Any, **more: Any) -> None:
@@ -186,7 +173,7 @@ class Hooks:
         from megatron.core.datasets.utils import Split
 
         split = getattr(dataset, "index_split", getattr(dataset, "split", None))
-        args, run = self._session.args, self._schedules
+        args, run = self._host.args, self._schedules
         shared = run.shares_evaluation or split == Split.train
         if dataset is None or split is None or not shared:
             return stock(dataset, consumed)
@@ -205,9 +192,9 @@ class Hooks:
         session, built = self._session, None
         whole = ("full_validation", "multiple_validation_sets")
         # The same at all ranks, also those that read no data.
-        self._schedules.shares_evaluation = not any(getattr(session.args, n, False) for n in whole)
-        driver, facts = session.driver, (session.communicator, session.layout, session.replica_id)
-        check_same_iteration(driver, *facts, getattr(session.args, "iteration", 0))
+        settings, driver = self._host.args, session.driver
+        self._schedules.shares_evaluation = not any(getattr(settings, n, False) for n in whole)
+        self._peers.check_same_iteration(getattr(settings, "iteration", 0))
         self._start_streams()
         turn = None
         while turn != driver.world.leader:  # or the leader died in its turn: it is the next one's
@@ -223,7 +210,7 @@ class Hooks:
 
     def _sweep_index_caches(self) -> None:
         """By one rank: Megatron's others wait for it before they look."""
-        args = self._session.args
+        args = self._host.args
         if self._session.position:
             return
         words = [
@@ -242,7 +229,7 @@ class Hooks:
 
     def _start_streams(self) -> None:
         """At every rank, also those that read no data: all know all streams."""
-        session, args = self._session, self._session.args
+        session, args = self._session, self._host.args
         size = args.micro_batch_size * args.data_parallel_size
         found = load_streams(args.load, getattr(args, "iteration", 0), size)
         streams = streams_to_start_with(

@@ -16,8 +16,9 @@ import sys
 import warnings
 
 from recover_megatron.adapters.megatron import cpu
-from recover_megatron.adapters.megatron.arguments import add_recovery_arguments
-from recover_megatron.adapters.megatron.bootstrap import PLATFORM_FLAG, is_ours
+from recover_megatron.adapters.megatron.bootstrap import is_ours
+from recover_megatron.adapters.megatron.command_line import PLATFORM_FLAG
+from recover_megatron.session.arguments import add_recovery_arguments
 
 
 def main(script: str, groups: bool = False) -> None:

@@ -12,41 +12,52 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
-from recover_megatron.adapters.megatron.data import EvaluationFeed, MicrobatchFeed
-from recover_megatron.adapters.megatron.gradients import GradientBuckets
-from recover_megatron.adapters.megatron.iteration import Evaluation, Iteration
+from recover_megatron.adapters.megatron.gradient_source import MegatronGradients, batch_counters
+from recover_megatron.adapters.megatron.host import Host
+from recover_megatron.adapters.megatron.passes import FinalizeCall, Pass, padding
 from recover_megatron.adapters.megatron.randomness import BETWEEN, Randomness
-from recover_megatron.adapters.megatron.replicas import any_in_replica
-from recover_megatron.adapters.megatron.session import Session
-from recover_megatron.adapters.megatron.statistics import Losses, Statistics, batch_counters
 from recover_megatron.errors import Unrecoverable
+from recover_megatron.session.feeds import EvaluationFeed, MicrobatchFeed
+from recover_megatron.session.gradients import GradientBuckets
+from recover_megatron.session.iteration import Evaluation, Iteration, NanRule
+from recover_megatron.session.peers import any_in_replica
+from recover_megatron.session.session import Session
+from recover_megatron.session.statistics import Losses, Statistics
 from recover_megatron.workload.samples import sample_ids
 
 Schedule = Callable[..., Losses]
 _signature = functools.cache(inspect.signature)  # asked for with each microbatch
 
 
+class TrainingIteration:
+    """The iteration that is in progress: the schedule's call, and what its hooks count."""
+
+    def __init__(self, schedule: Schedule, call: dict[str, Any], number: int):
+        self.number = number  # as Megatron logs it
+        self.model = model_chunks(call)
+        self.microbatches: int = call["num_microbatches"]  # B, whatever share is computed here
+        self.forwards = self.backwards = 0
+        self.finalize: FinalizeCall | None = None  # of the last pass; None before the first
+        self._schedule, self._call = schedule, call
+
+    def run(self, count: int) -> Losses:
+        """One pass of the stock schedule over `count` microbatches."""
+        return self._schedule(**{**self._call, "num_microbatches": count})
+
+
 class Schedules:
     """Runs iterations and evaluations. One per process; the training thread alone uses it."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Session, host: Host):
         self.feed = MicrobatchFeed(session.replica_id)
         self.evaluation_feed = EvaluationFeed()
         self.randomness = Randomness()
-        self._chunks: Sequence[Any] = ()  # of the model
-        self._numbers: Sequence[int] = ()  # of the present pass's microbatches, padding included
-        self._forwards_of: dict[int, int] = {}  # in the present pass, by model chunk
         self.shares_evaluation = False  # whether evaluation data comes from evaluation_feed
         self._session = session
+        self._host = host
         self._gradients: GradientBuckets | None = None
-        self._microbatches: int | None = None  # B while training, None in evaluation
-        self._weighted = 0  # microbatches of the present pass that count; the rest is padding
-        self._losses_seen = 0  # in the present pass, where losses are computed
-        self._captured: dict[str, Any] = {}  # what the schedule passed to finalize_model_grads
-        self._forwards = self._backwards = 0
-        self._stock_finalize: Callable[..., None] | None = None
+        self._iteration: TrainingIteration | None = None  # None in evaluation
+        self._pass = Pass((), 0)
 
     # --- A: the schedule -----------------------------------------------------------------------
 
@@ -64,98 +75,101 @@ class Schedules:
         return forward_backward
 
     def _train_iteration(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
-        session, args = self._session, self._session.args
-        model = _chunks(call)
-        if self._gradients is None:
-            self._gradients = GradientBuckets(model, session.config.bucket_bytes)
-            session.injector.make_nan = self._gradients.make_nan
-            session.trace.emit(
-                "training",
-                train_iters=args.train_iters,
-                tokens_per_sample=call["seq_length"],
-                samples_per_microbatch=call["micro_batch_size"] * args.data_parallel_size,
-                policy=session.config.policy,
-            )
-        self._microbatches = microbatches = call["num_microbatches"]
-        self._chunks = model
-        self._forwards = self._backwards = 0
-        number = args.curr_iteration + 1  # as Megatron logs it
-        session.iteration = number
-        session.injector.begin(number)
-        session.injector.expect("sync", len(self._gradients.buckets))
+        session, args = self._session, self._host.args
+        iteration = TrainingIteration(schedule, call, args.curr_iteration + 1)
+        gradients = self._gradients or self._first_iteration(call, iteration.model)
+        session.progress.begins(iteration.number)
+        session.injector.begin(iteration.number)
+        session.injector.expect("sync", len(gradients.buckets))
         session.injector.expect("gradient", 2)  # the first pass, and what a lost replica owed
         self.feed.begin()
-        statistics = Statistics(lambda: batch_counters(model))
-        work = Iteration(
-            model,
-            self._gradients,
-            statistics,
-            microbatches,
-            functools.partial(self._train_pass, schedule, call, number),
-            any_in_replica,
+        statistics = Statistics(lambda: batch_counters(iteration.model))
+        nan_rule = NanRule(
+            looks=getattr(args, "check_for_nan_in_loss_and_grad", True),
             same_samples=session.config.policy == "exact",
-            check_for_nan=getattr(args, "check_for_nan_in_loss_and_grad", True),
+            any_in_replica=any_in_replica,
         )
+        run_pass = functools.partial(self._train_pass, iteration, gradients)
+        work = Iteration(gradients, statistics, iteration.microbatches, run_pass, nan_rule)
         if session.console is not None:
             session.console.begin()
-        self.feed.committed(session.driver.run_step(number, microbatches, work))
-        session.holds_iteration = False  # the optimizer is about to change it
-        session.watchdog.between()
-        if session.console is not None:
-            session.console.committed()
-        if statistics.poisoned:
-            raise Unrecoverable(self._poisoned(number))
-        self.randomness.set(number, BETWEEN, 0, 0)
-        self._finish_gradients(model, statistics)
-        self._microbatches = None
-        losses = statistics.losses(microbatches)
-        self._trace(number, losses)
+        with self._in_progress(iteration):
+            self.feed.committed(
+                session.driver.run_step(iteration.number, iteration.microbatches, work)
+            )
+            session.progress.changes()  # the optimizer is about to
+            session.watchdog.between()
+            if session.console is not None:
+                session.console.committed()
+            if statistics.poisoned:
+                raise Unrecoverable(self._poisoned(iteration.number))
+            self.randomness.set(iteration.number, BETWEEN, 0, 0)
+            assert iteration.finalize is not None
+            iteration.finalize.carry_out(iteration.model, statistics.tokens)
+        losses = statistics.losses(iteration.microbatches)
+        self._trace(iteration.number, losses)
         return losses
+
+    def _first_iteration(self, call: dict[str, Any], model: list[Any]) -> GradientBuckets:
+        """Before it the model may still change."""
+        session, args = self._session, self._host.args
+        self._gradients = GradientBuckets(MegatronGradients(model), session.config.bucket_bytes)
+        session.trace.emit(
+            "training",
+            train_iters=args.train_iters,
+            tokens_per_sample=call["seq_length"],
+            samples_per_microbatch=call["micro_batch_size"] * args.data_parallel_size,
+            policy=session.config.policy,
+        )
+        return self._gradients
+
+    @contextlib.contextmanager
+    def _in_progress(self, iteration: TrainingIteration) -> Iterator[None]:
+        """The hooks inside the schedule see the iteration."""
+        self._iteration = iteration
+        yield  # an exception ends the rank
+        self._iteration = None
 
     def skip_iteration(self, stock: Callable[..., Any], *args: Any, **more: Any) -> None:
         """Megatron leaves out an iteration that --iterations-to-skip names, the same at all ranks:
         its samples are not read, but count as consumed."""
-        session, settings = self._session, self._session.args
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+        session, driver = self._session, self._session.driver
         session.watchdog.between()
-        session.iteration = settings.curr_iteration + 1
-        driver = session.driver
+        session.progress.begins(self._host.args.curr_iteration + 1)
         self.feed.committed(driver.policy.plan(driver.world, get_num_microbatches()))
-        session.trace.emit("skipped", iteration=session.iteration)
+        session.trace.emit("skipped", iteration=session.progress.iteration)
 
     def _train_pass(
-        self, schedule: Schedule, call: dict[str, Any], number: int, microbatches: Sequence[int]
+        self, iteration: TrainingIteration, gradients: GradientBuckets, microbatches: Sequence[int]
     ) -> tuple[Losses, float]:
         """One pass of the stock schedule over these ids, and the gradient sync in the replica."""
-        session, extra, model = self._session, bool(self._captured), _chunks(call)
-        padding = _padding(call, len(microbatches))
-        consumed = session.args.consumed_train_samples
-        self._numbers = self.feed.supply(microbatches, consumed, padding)
-        self._forwards_of = {}
+        session, model = self._session, iteration.model
+        extra = iteration.finalize is not None
+        count = len(microbatches) + padding(model, len(microbatches))
+        consumed = self._host.args.consumed_train_samples
+        numbers = self.feed.supply(microbatches, consumed, count - len(microbatches))
+        self._pass = Pass(numbers, len(microbatches))
         session.watchdog.beat()
         if not extra:
             for phase in ("forward", "backward"):
-                calls = (len(microbatches) + padding) * len(model)
-                session.injector.expect(phase, calls)
+                session.injector.expect(phase, count * len(model))
         with self._extra_pass(model) if extra else contextlib.nullcontext():
-            losses = self._pass(schedule, call, len(microbatches), padding)
-            session.injector.enter("gradient", int(extra))
+            losses = iteration.run(count)
+            session.injector.enter("gradient", int(extra), gradients.make_nan)
             for chunk in model:
                 chunk.finish_grad_sync()  # a group of one rank by default
         session.watchdog.rest()
         session.trace.emit(
             "fetched",
-            iteration=number,
+            iteration=iteration.number,
             microbatches=list(microbatches),
             samples=self.feed.fetched,
         )
-        tokens = self._captured.get("num_tokens")
-        return losses, 0.0 if tokens is None else float(tokens)
-
-    def _pass(self, schedule: Schedule, call: dict[str, Any], count: int, padding: int) -> Losses:
-        self._weighted, self._losses_seen = count, 0
-        return schedule(**{**call, "num_microbatches": count + padding})
+        iteration.finalize = self._pass.finalize
+        assert iteration.finalize is not None
+        return losses, iteration.finalize.tokens
 
     @contextlib.contextmanager
     def _extra_pass(self, model: list[Any]) -> Iterator[None]:
@@ -165,7 +179,7 @@ class Schedules:
 
         settings: list[tuple[Any, str, Any]] = [
             (get_model_config(model[0]), "timers", None),
-            (self._session.args, "check_for_nan_in_loss_and_grad", False),
+            (self._host.args, "check_for_nan_in_loss_and_grad", False),
         ]
         settings += [(chunk.ddp_config, "check_for_nan_in_grad", False) for chunk in model]
         settings = [s for s in settings if hasattr(s[0], s[1])]
@@ -180,7 +194,7 @@ class Schedules:
 
     def _poisoned(self, number: int) -> str:
         again = self._session.driver.reassigned
-        args = self._session.args
+        args = self._host.args
         size = args.micro_batch_size * args.data_parallel_size  # over the replica's own ranks
         ranges = (sample_ids(args.consumed_train_samples, i, size) for i in again)
         samples = [sample for ids in ranges for sample in ids]
@@ -209,22 +223,25 @@ class Schedules:
         losses.
         """
         session, microbatches = self._session, call["num_microbatches"]
-        size = call["micro_batch_size"] * session.args.data_parallel_size
+        size = call["micro_batch_size"] * self._host.args.data_parallel_size
         self.evaluation_feed.begin(microbatches * size)
-        enough = microbatches >= len(session.driver.world.replicas)
-        if not (self.shares_evaluation and enough) or call.get("collect_non_loss_data"):
-            self.evaluation_feed.supply(range(microbatches))
-            return self._pass(schedule, call, microbatches, 0)
 
-        def run_pass(ids: Sequence[int]) -> tuple[Losses, float]:
-            padding = _padding(call, len(ids))
-            self.evaluation_feed.supply(ids, padding)
+        def run_pass(ids: Sequence[int], more: int = 0) -> Losses:
+            self.evaluation_feed.supply(ids, more)
+            self._pass = Pass((), len(ids))
+            return schedule(**{**call, "num_microbatches": len(ids) + more})
+
+        enough = microbatches >= len(session.world.now.replicas)
+        if not (self.shares_evaluation and enough) or call.get("collect_non_loss_data"):
+            return run_pass(range(microbatches))
+
+        def run_share(ids: Sequence[int]) -> tuple[Losses, float]:
             session.watchdog.between()
-            losses = self._pass(schedule, call, len(ids), padding)
+            losses = run_pass(ids, padding(model_chunks(call), len(ids)))
             session.watchdog.rest()
             return losses, 0.0
 
-        work = Evaluation(microbatches, run_pass)
+        work = Evaluation(microbatches, run_share)
         session.driver.run_evaluation(microbatches, work)
         session.watchdog.between()
         return work.statistics.losses(microbatches)
@@ -234,96 +251,53 @@ class Schedules:
     def finalize_model_grads(
         self, stock: Callable[..., Any], model: Any, num_tokens: Any = None, *args: Any, **more: Any
     ) -> None:
-        """Called by the schedule at its end. Only noted: what follows must wait for the commit."""
-        self._stock_finalize = stock
-        self._captured = {"num_tokens": num_tokens, "args": args, "more": more}
-
-    def _finish_gradients(self, model: list[Any], statistics: Statistics) -> None:
-        """The rest of stock finalize_model_grads, on the committed gradient: all but the grad sync
-        (done) and with the whole job's number of tokens."""
-        assert self._stock_finalize is not None
-        num_tokens = self._captured["num_tokens"]
-        if num_tokens is not None:
-            num_tokens = torch.full_like(num_tokens, statistics.tokens)
-        for chunk in model:
-            chunk.finish_grad_sync = lambda *args, **more: None
-        try:
-            more = self._captured["more"]
-            self._stock_finalize(model, num_tokens, *self._captured["args"], **more)
-        finally:
-            for chunk in model:
-                del chunk.finish_grad_sync
-        self._captured = {}
+        """Called by the schedule at its end."""
+        self._pass.finalize = FinalizeCall(stock, num_tokens, args, more)
 
     # --- C: one microbatch ---------------------------------------------------------------------
 
     def forward_step(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Around a microbatch's forward pass through one model chunk, data included."""
-        if self._microbatches is not None:
+        if (iteration := self._iteration) is not None:
             from megatron.core import parallel_state
 
             model = _signature(stock).bind(*args, **more).arguments["model"]
-            chunk = next(k for k, one in enumerate(self._chunks) if one is model)
-            number = self._forwards_of.get(chunk, 0)
-            self._forwards_of[chunk] = number + 1
+            chunk = next(k for k, one in enumerate(iteration.model) if one is model)
+            number = self._pass.next_number(chunk)
             dp_rank = parallel_state.get_data_parallel_rank()
-            iteration = self._session.iteration
-            self.randomness.set(iteration, self._numbers[number], dp_rank, chunk)
+            self.randomness.set(iteration.number, number, dp_rank, chunk)
         return stock(*args, **more)
 
     def forward_step_calc_loss(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Every loss is scaled by the constant B, whatever number this replica computes. Padding
         weighs nothing."""
-        session = self._session
+        session, iteration = self._session, self._iteration
         bound = _signature(stock).bind(*args, **more)
-        if self._microbatches is None:
+        if iteration is None:
             session.watchdog.between()  # an evaluation goes on
             session.injector.enter("evaluate")
         else:
             session.watchdog.beat()
-            session.injector.enter("forward", self._forwards)
-            self._forwards += 1
-            bound.arguments["num_microbatches"] = self._microbatches
+            session.injector.enter("forward", iteration.forwards)
+            iteration.forwards += 1
+            bound.arguments["num_microbatches"] = iteration.microbatches
         reported = bound.arguments["forward_data_store"]
         before = len(reported)
         output, num_tokens = stock(*bound.args, **bound.kwargs)
-        if len(reported) > before:  # the last stage
-            self._losses_seen += 1
-            if self._losses_seen > self._weighted:
-                reported.pop()
-                return output * 0, num_tokens * 0
+        last_stage = len(reported) > before
+        if last_stage and not self._pass.next_loss_counts():
+            reported.pop()
+            return output * 0, num_tokens * 0
         return output, num_tokens
 
     def backward_step(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        self._session.injector.enter("backward", self._backwards)
-        self._backwards += 1
+        if (iteration := self._iteration) is not None:
+            self._session.injector.enter("backward", iteration.backwards)
+            iteration.backwards += 1
         return stock(*args, **more)
 
 
-def _chunks(call: dict[str, Any]) -> list[Any]:
+def model_chunks(call: dict[str, Any]) -> list[Any]:
+    """The model that a schedule is called with, as a list."""
     model = call["model"]
     return model if isinstance(model, list) else [model]
-
-
-def _padding(call: dict[str, Any], count: int) -> int:
-    """How many microbatches of weight zero the stock schedule needs beside `count`."""
-    model = _chunks(call)
-    if len(model) == 1:
-        return 0
-    from megatron.core import parallel_state
-    from megatron.core.utils import get_model_config
-
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    group = get_model_config(model[0]).microbatch_group_size_per_vp_stage
-    return interleaved_padding(count, stages, group)
-
-
-def interleaved_padding(count: int, stages: int, group: int) -> int:
-    """The least number to add so that the interleaved schedule takes `count` microbatches: at least
-    one group, and a last group that is whole or no smaller than the number of stages (schedules.py,
-    forward_backward_pipelining_with_interleaving)."""
-    padded = max(count, group)
-    rest = padded % group
-    if 0 < rest < stages:
-        padded += stages - rest
-    return padded - count

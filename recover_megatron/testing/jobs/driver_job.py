@@ -13,8 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recover_megatron.adapters.megatron.session import Session, start
+from recover_megatron.adapters.megatron.command_line import read_job
 from recover_megatron.recovery.snapshot import Bucket
+from recover_megatron.session import leaving
+from recover_megatron.session.session import Session
+from recover_megatron.session.start import start
 
 STEPS, MICROBATCHES, BUCKETS, SIZE = 8, 12, 4, 1 << 18
 
@@ -54,7 +57,8 @@ def raise_if_asked(session: Session, step: int) -> None:
 
 
 def main() -> None:
-    session = start(sys.argv[1:])
+    # torch is not needed, and slow to import.
+    session = start(read_job(sys.argv[1:]), torch_world=lambda membership, own: None)
     raise_if_asked(session, 0)
     for step in range(1, STEPS + 1):
         session.injector.begin(step)
@@ -62,13 +66,11 @@ def main() -> None:
         session.driver.run_step(step, MICROBATCHES, SumWork(session, step))
         session.watchdog.between()
         session.injector.enter("optimizer")
-    session.finish(0)
+    leaving.finish(session, 0)
 
 
 if __name__ == "__main__":
-    from recover_megatron.adapters.megatron import bootstrap
-
     try:
         main()
     except BaseException as error:  # noqa: BLE001
-        bootstrap.die(None, error)
+        leaving.die(None, error)

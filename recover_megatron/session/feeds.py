@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import default_collate
 
-from recover_megatron.errors import ConfigError, InvariantViolation
-from recover_megatron.trace import write_atomically
+from recover_megatron.errors import InvariantViolation
 from recover_megatron.workload.assignment import Assignment
-from recover_megatron.workload.samples import Streams, parse_streams, sample_ids
+from recover_megatron.workload.samples import Streams, sample_ids
 
 
 class MicrobatchFeed:
@@ -70,7 +68,7 @@ class MicrobatchFeed:
 
 
 class MicrobatchLoader:
-    """An endless iterator over collated microbatches; stands in for Megatron's train DataLoader.
+    """An endless iterator over collated microbatches; stands in for a framework's DataLoader.
 
     Shapes and dtypes are the dataset's own with a leading dimension micro_batch_size.
     """
@@ -101,7 +99,7 @@ class MicrobatchLoader:
         place = (self._micro_batch_size, self._dp_rank, self._dp_size)
         ids = list(sample_ids(self._consumed_samples, microbatch, *place))
         # Streams are endless; and several prefixes without weights are one epoch, unlike a single
-        # one, which Megatron makes as long as it has to be.
+        # one, which the framework makes as long as it has to be.
         ids = [i % len(self._dataset) for i in ids]
         self._feed.note(microbatch, ids)
         return default_collate([self._dataset[i] for i in ids])
@@ -161,58 +159,3 @@ class EvaluationLoader:
             raise InvariantViolation("the schedule asked for a microbatch that is not assigned")
         ids = sample_ids(self._first, self._queue.popleft(), *self._place)
         return default_collate([self._dataset[i % len(self._dataset)] for i in ids])
-
-
-# --- the streams' positions, beside the checkpoint ---------------------------------------------
-
-
-def save_streams(checkpoints: str, iteration: int, streams: Streams) -> None:
-    """One rank of the replica that saves calls it, before the checkpoint is announced. Raises
-    OSError if neither the folder beside the checkpoint nor the checkpoint's own can be written."""
-    beside, inside = _streams_paths(checkpoints, iteration)
-    try:
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(beside, f"{streams}\n")
-    except OSError:
-        inside.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(inside, f"{streams}\n")
-
-
-def load_streams(checkpoints: str | None, iteration: int, size: int) -> Streams | None:
-    """What a checkpoint of `versatile` says of its streams; None for a new job, or a checkpoint of
-    `exact` or of plain Megatron. Raises ConfigError for a broken file."""
-    if not checkpoints or not iteration:
-        return None
-    for path in _streams_paths(checkpoints, iteration):
-        if path.is_file():
-            try:
-                return parse_streams(path.read_text(encoding="utf-8"), size)
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"{path}: {error}") from None
-    return None
-
-
-def streams_to_start_with(
-    found: Streams | None, policy: str, consumed: int, replicas: int, size: int
-) -> Streams | None:
-    """The streams of a job under `policy` that goes on after `consumed` samples, `found` being what
-    its checkpoint says; None under `exact`. `size` is the number of samples of a microbatch.
-
-    Raises ConfigError where `exact` cannot go on: it takes the samples in order, and here some
-    behind `consumed` have been committed, and some before it have not.
-    """
-    if policy == "versatile":
-        return (found or Streams.after(consumed, replicas, size)).resumed_by(replicas, size)
-    if found is not None and (found.skipped or found.end != consumed):
-        raise ConfigError(
-            f"--recover-policy exact cannot go on from this checkpoint of versatile, which lost a "
-            f"replica: of its first {found.end} samples {found.skipped} were not trained on, and "
-            f"exact would go on at sample {consumed}; resume with --recover-policy versatile"
-        )
-    return None
-
-
-def _streams_paths(checkpoints: str, iteration: int) -> tuple[Path, Path]:
-    """Beside the checkpoint, and inside it where that place cannot be written."""
-    root, name = Path(checkpoints), f"iter_{iteration:07d}"
-    return root / "recover_streams" / f"{name}.json", root / name / "recover_streams.json"

@@ -1,53 +1,72 @@
-"""One training iteration, or one batch of an evaluation, of Megatron as the driver's Work."""
+"""One training iteration, or one batch of an evaluation, of a framework as the driver's Work."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from recover_megatron.adapters.megatron.gradients import GradientBuckets
-from recover_megatron.adapters.megatron.statistics import Losses, Statistics
 from recover_megatron.recovery.snapshot import Bucket, Snapshot
+from recover_megatron.session.gradients import GradientBuckets
+from recover_megatron.session.statistics import Losses, Statistics
 
 RunPass = Callable[[Sequence[int]], tuple[Losses, float]]
 
 
+@dataclass(frozen=True)
+class NanRule:
+    """What a NaN or infinity in a further pass of an iteration means.
+
+    Where a replica computes the lost one's samples again, a NaN in them is the second one: the
+    fault is not the hardware's. It must end the whole job, not one replica after the other, so it
+    travels in the reduction (`Statistics.poisoned`). A NaN in other samples ends the replica.
+
+    Attributes:
+        looks: Whether it is looked for; with a dynamic loss scale it is no fault.
+        same_samples: A further pass computes the lost replica's samples again.
+        any_in_replica: Logical or over the ranks of the replica.
+    """
+
+    looks: bool
+    same_samples: bool
+    any_in_replica: Callable[[bool], bool]
+
+    def count(self, microbatches: float, finite: Callable[[], bool]) -> float:
+        """What the pass counts in the reduction: its `microbatches`, or NaN, which poisons the sum
+        and so ends the whole job. Raises FloatingPointError where it is this replica's fault. All
+        ranks of the replica call it and come to the same end."""
+        if not self.looks or not self.any_in_replica(not finite()):
+            return microbatches
+        if not self.same_samples:
+            raise FloatingPointError("found NaN or infinity in a further pass")
+        return math.nan
+
+
 class Iteration:
-    """Runs the stock schedule for whatever microbatches this replica is given.
+    """Runs the framework's schedule for whatever microbatches this replica is given.
 
-    `run_pass(ids)` runs Megatron's own forward-backward schedule over those ids and its gradient
-    sync inside the replica, and returns the list of loss dicts (empty but on the last pipeline
-    stage) and the number of tokens. `any_in_replica(flag)` is a logical or over the replica.
+    `run_pass(ids)` runs the framework's own forward-backward schedule over those ids and its
+    gradient sync inside the replica, and returns the list of loss dicts (empty but on the last
+    pipeline stage) and the number of tokens.
 
-    A NaN in a first pass ends the replica by Megatron's own check. Where a replica recomputes the
-    lost one's samples (`same_samples`), a NaN in them is the second one: the fault is not the
-    hardware's. It must end the whole job, not one replica after the other, so it travels in the
-    reduction (`poisoned`). A NaN in other samples of a later pass ends the replica here. Without
-    `check_for_nan` none is looked for: with a dynamic loss scale it is no fault.
+    A NaN in a first pass ends the replica by the framework's own check; for later ones see NanRule.
     """
 
     def __init__(
         self,
-        model: Sequence[Any],
         gradients: GradientBuckets,
         statistics: Statistics,
         microbatches: int,
         run_pass: RunPass,
-        any_in_replica: Callable[[bool], bool],
-        same_samples: bool,
-        check_for_nan: bool,
+        nan_rule: NanRule,
     ):
         self.statistics = statistics
-        self._model = model
         self._gradients = gradients
         self._microbatches = microbatches
         self._run_pass = run_pass
-        self._any_in_replica = any_in_replica
-        self._same_samples = same_samples
-        self._check_for_nan = check_for_nan
+        self._nan_rule = nan_rule
         self._started = False
 
     def compute(self, microbatches: Sequence[int]) -> None:
@@ -56,17 +75,13 @@ class Iteration:
         kept = Snapshot(self._gradients.buckets) if self._started else None
         self._gradients.before_compute()
         if kept is not None:
-            for chunk in self._model:
-                chunk.zero_grad_buffer()
+            self._gradients.zero()
         self.statistics.begin_pass()
         losses, tokens = self._run_pass(microbatches)
         self._gradients.stage_in()
         count = float(len(microbatches))
         if kept is not None:
-            if self._check_for_nan and self._any_in_replica(not self._finite(losses)):
-                if not self._same_samples:
-                    raise FloatingPointError("found NaN or infinity in a further pass")
-                count = math.nan
+            count = self._nan_rule.count(count, lambda: self._finite(losses))
             kept.add_back(self._gradients.buckets)
         self._started = True
         self.statistics.add(losses, tokens, count)

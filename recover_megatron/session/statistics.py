@@ -1,10 +1,9 @@
-"""What travels beside the gradient: counts, losses, and Megatron's own sums over the batch."""
+"""What travels beside the gradient: counts, losses, and the framework's own sums over the batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,11 +16,11 @@ Losses = list[dict[str, torch.Tensor]]
 
 class Statistics:
     """One small float64 bucket: the number of microbatches, of tokens, the sum of each reported
-    loss, and Megatron's counters. Its first element makes the reduction itself count what is
+    loss, and the framework's counters. Its first element makes the reduction itself count what is
     committed (I1).
 
-    `counters()` are tensors that Megatron adds to in every forward pass and that must hold the sum
-    over the whole batch before it uses them (`batch_counters`): zeroed before a pass, added here
+    `counters()` are tensors that the framework adds to in every forward pass and that must hold the
+    sum over the whole batch before it uses them: zeroed before a pass, added here
     after it, and set to the whole job's sum by `commit`.
     """
 
@@ -86,31 +85,6 @@ class Statistics:
                 total = total / microbatches
             result[key] = torch.tensor(total, dtype=torch.float32)
         return [result] if result else []
-
-
-def batch_counters(model: Sequence[Any]) -> list[torch.Tensor]:
-    """Megatron's sums over an iteration's microbatches, which stock data parallelism reduces over
-    all of its ranks: tokens by expert, from which the router's bias is updated (router.py), and the
-    losses that only the log shows (moe_utils.py, multi_token_prediction.py)."""
-    from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    counters = [
-        module.local_tokens_per_expert
-        for chunk in model
-        for module in chunk.modules()
-        if getattr(module, "local_tokens_per_expert", None) is not None
-    ]
-    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # from core_v0.18 on
-        metrics = moe_utils.get_moe_metrics_tracker().metrics
-        counters += [metrics[name].values for name in sorted(metrics)]
-    else:
-        trackers = moe_utils.get_moe_layer_wise_logging_tracker()
-        counters += [trackers[name]["values"] for name in sorted(trackers)]
-    predicted = MTPLossLoggingHelper.tracker
-    return counters + [
-        predicted[name] for name in sorted(predicted) if isinstance(predicted[name], torch.Tensor)
-    ]
 
 
 def _bucket(size: int) -> Bucket:
