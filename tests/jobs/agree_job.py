@@ -25,8 +25,8 @@ def main(count: int) -> None:
     right = 0
     for i in range(count):
         expected = -1
-        for rank in range(membership.size):
-            expected &= without(i + 5 * rank)
+        for each in range(membership.size):
+            expected &= without(i + 5 * each)
         right += membership.agree(without(i + 5 * rank)) == expected
     print(f"rank {rank}: {right} right")
     membership.agree(0)
