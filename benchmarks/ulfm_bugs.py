@@ -18,8 +18,9 @@ from collections import Counter
 from pathlib import Path
 
 from recover_megatron.adapters.megatron.command_line import read_job
+from recover_megatron.events import FaultInjected
 from recover_megatron.launch.mpirun import mpirun_command
-from recover_megatron.record.run_record import RunRecord
+from recover_megatron.record.audit import AuditedRun
 from recover_megatron.testing.rehearsal import run_job
 
 REPLICAS, KILLS, HANGS_AFTER_S = 8, 4, 120.0
@@ -50,13 +51,13 @@ def one_job(name: str, seed: int, folder: Path) -> Counter[str]:
     code = run_job([*python, script, *words], log, limit_s=HANGS_AFTER_S)
     for variable in environment:
         del os.environ[variable]
-    record = RunRecord(folder)
+    record = AuditedRun(folder)
     output = log.read_text() + "".join(p.read_text() for p in folder.glob("log.*.txt"))
     left = len(record.survivors)
     return Counter(
         jobs=1,
-        kills=len(record.of("fault")),
-        extra=max(0, REPLICAS - len(record.of("fault")) - left) if left else 0,
+        kills=len(record.of(FaultInjected)),
+        extra=max(0, REPLICAS - len(record.of(FaultInjected)) - left) if left else 0,
         none_left=int(left == 0),
         hangs=int(code < 0),
         wrong_sums=output.count("AssertionError"),

@@ -25,7 +25,8 @@ from pathlib import Path
 from recover_megatron.adapters.megatron.command_line import read_job
 from recover_megatron.launch.host_job import HostJob, parse_hosts
 from recover_megatron.launch.mpirun import mpirun_command, run_mpirun
-from recover_megatron.record.run_record import RunRecord, last_iteration
+from recover_megatron.record.audit import AuditedRun
+from recover_megatron.record.run_record import RunRecord
 from recover_megatron.testing.rehearsal import environment
 from recover_megatron.testing.rig import Rig
 
@@ -73,7 +74,7 @@ def one_job(kill: str, seed: int, mb: float, folder: Path) -> Counter[str]:
             time.sleep(0.1)
         hung = not (run_dir / "exit_code").exists()
     process.wait()
-    left = len(RunRecord(run_dir).survivors)
+    left = len(AuditedRun(run_dir).survivors)
     output = "".join(p.read_text() for p in run_dir.glob("log.*.txt"))
     return Counter(
         jobs=1,
@@ -90,7 +91,7 @@ def _kill_hosts(rig: Rig, run_dir: Path, seed: int, limit: float) -> None:
     draw = random.Random(seed)
     for number, victim in enumerate(draw.sample(range(HOSTS), HOSTS - 1)):
         target = 20 + 60 * number + draw.randrange(40)
-        while last_iteration(run_dir) < target and time.monotonic() < limit:
+        while RunRecord.read(run_dir).iteration < target and time.monotonic() < limit:
             time.sleep(0.05)
         rig.kill(f"h{victim}")
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from recover_megatron.events import Event, FaultInjected
 from recover_megatron.faults import Fault
 
 _FULL_BYTES = 100_000
@@ -20,7 +21,7 @@ class Injector:
     """The driver's and the adapter's probe (recovery.driver.Probe). Costs next to nothing when this
     rank has no fault planned."""
 
-    def __init__(self, faults: Sequence[Fault], emit: Callable[..., None]):
+    def __init__(self, faults: Sequence[Fault], emit: Callable[[Event], None]):
         self._faults = list(faults)
         self.emit = emit
         self._iteration = 0
@@ -95,7 +96,7 @@ class Injector:
             time.sleep(3600)
 
     def _tell(self, fault: Fault) -> None:
-        self.emit("fault", iteration=fault.iteration, phase=fault.phase, fault=str(fault))
+        self.emit(FaultInjected(iteration=fault.iteration, phase=fault.phase, fault=str(fault)))
 
     def _end(self, kind: str) -> None:
         """The process ends in this way, if the kind is one of faults.ENDS."""

@@ -1,18 +1,18 @@
-"""Structured events of one rank, one JSON object a line; the machine-readable record of a run.
+"""The trace of one rank: its events (events.py), one a line; the machine-readable record of a run.
 
-Every line has `time` (Unix seconds), `event`, `replica`, `position`; the rest is the event's own.
 A line is one write(2) to a file opened with O_APPEND, so what was traced before a SIGKILL is kept.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+from recover_megatron.events import Event, parse_line, to_line
 
 # The environment variable that names the job's temporary folder on the launcher's host.
 JOB_FOLDER = "RECOVER_JOB_FOLDER"
@@ -36,25 +36,26 @@ class Trace:
         position: int,
         warn: Callable[[str, str], None] = lambda subject, text: None,
     ):
-        self._who = {"replica": replica_id, "position": position}
+        self._replica_id, self._position = replica_id, position
         self._path = trace_path(directory, replica_id, position) if directory is not None else None
         self._warn = warn
         self._fd: int | None = None
         self._pending: list[bytes] = []
         self._written = 0  # bytes of the first pending line that are in the file
         self._lock = threading.Lock()
-        self.emit()
+        self._append([])
 
-    def emit(self, event: str = "", **facts: Any) -> None:
-        """Safe from any thread; never raises for a file that cannot be written."""
-        if self._path is None:
-            return
-        text = json.dumps({"time": time.time(), "event": event, **self._who, **facts}) + "\n"
-        if not self._lock.acquire(timeout=self._WAIT_S):
+    def emit(self, event: Event) -> None:
+        """Adds time and place. Safe from any thread; never raises for a file that cannot be
+        written."""
+        who = {"replica": self._replica_id, "position": self._position}
+        self._append([to_line(replace(event, time=time.time(), **who)).encode()])
+
+    def _append(self, lines: Sequence[bytes]) -> None:
+        if self._path is None or not self._lock.acquire(timeout=self._WAIT_S):
             return
         try:
-            if event:
-                self._pending.append(text.encode())
+            self._pending += lines
             if len(self._pending) > self.KEPT:
                 del self._pending[1]  # the first may be half in the file
             self._write(self._path)
@@ -100,19 +101,13 @@ def text_of(path: Path) -> str:
         return ""
 
 
-def read_traces(directory: str | Path) -> Iterator[dict[str, Any]]:
+def read_traces(directory: str | Path) -> Iterator[Event]:
     """All events of a run, file by file; a last line cut short by a kill is skipped."""
     for path in sorted(Path(directory).glob("trace.r*.p*.jsonl")):
         with path.open("rb") as lines:
             yield from parse_events(lines)
 
 
-def parse_events(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
-    """The events of a trace's lines; one cut short by a kill is skipped."""
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:  # also of bytes that are no text
-            continue
-        if isinstance(event, dict):
-            yield event
+def parse_events(lines: Iterable[str | bytes]) -> Iterator[Event]:
+    """The events of a trace's lines; what is none is skipped."""
+    return (event for event in map(parse_line, lines) if event is not None)

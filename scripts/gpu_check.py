@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from recover_megatron.record.audit import AuditedRun
 from recover_megatron.record.compare import Log, max_difference
-from recover_megatron.record.run_record import RunRecord
 from recover_megatron.testing.rehearsal import Rehearsal, corpus, run_job
 
 REPLICAS, ITERATIONS, KILLED_AT = 3, 12, 6
@@ -43,7 +43,7 @@ def check(kind: str, job: Rehearsal, folder: Path) -> list[str]:
     command = job.recover(REPLICAS, folder / "run", *OPTIONS, *inject)
     if code := run_job(command, log, limit_s=200):
         return [f"the job with a failure ended with code {code}: see {log} and {folder / 'run'}"]
-    plain, record = Log(plain_log.read_text()), RunRecord(folder / "run")
+    plain, record = Log(plain_log.read_text()), AuditedRun(folder / "run")
     wrong = record.violations(ITERATIONS, job.microbatches)
     if record.survivors != [0, 2]:
         wrong.append(f"survivors {record.survivors}, expected [0, 2]")

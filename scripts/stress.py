@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
+from recover_megatron.events import FaultInjected, PeerFailed, Repaired, SyncFailed
+from recover_megatron.record.audit import AuditedRun
 from recover_megatron.record.compare import Log, max_difference, samples_identical
-from recover_megatron.record.run_record import RunRecord
 from recover_megatron.testing.rehearsal import Rehearsal, corpus, run_job
 
 REPLICAS, KILLS, EVERY = 4, 2, 4
@@ -27,7 +28,7 @@ HANGS_AFTER_S = 300.0
 
 
 def failures_of(
-    record: RunRecord, log: Log, reference: RunRecord, job: Rehearsal, code: int
+    record: AuditedRun, log: Log, reference: AuditedRun, job: Rehearsal, code: int
 ) -> list[str]:
     """What is wrong with a run and its console log, in words; empty if nothing is."""
     wrong = [f"exit code {code}"] if code else []
@@ -47,15 +48,15 @@ def failures_of(
     return wrong
 
 
-def seconds_until_seen(record: RunRecord) -> Iterator[tuple[str, float]]:
+def seconds_until_seen(record: AuditedRun) -> Iterator[tuple[str, float]]:
     """For each fault: its kind, and how long it took until a rank of another replica knew."""
-    for fault in record.of("fault"):
+    for fault in record.of(FaultInjected):
         later = (
-            e["time"] - fault["time"]
-            for e in record.of("peer_failed", "sync_failed", "repaired")
-            if e["time"] >= fault["time"] and e["replica"] != fault["replica"]
+            e.time - fault.time
+            for e in record.of(PeerFailed, SyncFailed, Repaired)
+            if e.time >= fault.time and e.replica != fault.replica
         )
-        yield fault["fault"].partition(":")[0], min(later, default=float("inf"))
+        yield fault.fault.partition(":")[0], min(later, default=float("inf"))
 
 
 def main() -> int:
@@ -86,7 +87,7 @@ def main() -> int:
         began = time.monotonic()
         command = job.recover(REPLICAS, folder, *OPTIONS, *injected)
         code = run_job(command, args.out / f"{name}.log", limit_s=HANGS_AFTER_S)
-        record = RunRecord(folder)
+        record = AuditedRun(folder)
         if seed is None:
             reference = record
             wrong = record.violations(job.iterations, job.microbatches)
@@ -101,7 +102,7 @@ def main() -> int:
             failed.append(seed)
         for end, took in seconds_until_seen(record):
             seen.setdefault(end, []).append(took)
-        killed = " ".join(e["fault"].removeprefix("kill:") for e in record.of("fault"))
+        killed = " ".join(e.fault.removeprefix("kill:") for e in record.of(FaultInjected))
         verdict = "; ".join(wrong) or "ok"
         print(
             f"seed {seed:4d}  {killed:40s} {time.monotonic() - began:5.0f} s  {verdict}", flush=True

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.data import prepare_data
+from recover_megatron.events import Committed, Skipped, Started
+from recover_megatron.record.audit import AuditedRun
 from recover_megatron.record.compare import Log, max_difference
-from recover_megatron.record.run_record import RunRecord
 from recover_megatron.testing.rehearsal import Rehearsal, environment
 from recover_megatron.trace import read_traces
 
@@ -53,7 +54,7 @@ def test_1_2_8_a_blend_without_validation_and_without_tensorboard(run, tmp_path,
     warnings = [line for line in output.splitlines() if "tensorboard_writer" in line]
     assert 1 <= len(warnings) <= 2  # one of each leader
     assert "NotADirectoryError" in warnings[0]
-    assert RunRecord(tmp_path / "run").survivors == [1, 2]
+    assert AuditedRun(tmp_path / "run").survivors == [1, 2]
 
 
 def test_1b_1c_prefixes_without_weights_go_round(run, tmp_path):
@@ -70,7 +71,7 @@ def test_1b_1c_prefixes_without_weights_go_round(run, tmp_path):
     )
     assert code == 0, output
     assert max_difference(Log(output).losses, Log(plain).losses) <= LOSS_LIMIT
-    samples = RunRecord(tmp_path / "run").samples
+    samples = AuditedRun(tmp_path / "run").samples
     assert max(max(ids) for ids in samples.values()) < 23  # fewer than 24 samples
 
 
@@ -83,14 +84,14 @@ def test_3_dropout_is_exact_over_losses_and_a_resume(run, tmp_path, data_prefix)
     check = ("--recover-check-replicas-interval", "1")
     code, output = run(job.recover(2, tmp_path / "whole", *check), "whole")
     assert code == 0, output
-    whole = RunRecord(tmp_path / "whole")
+    whole = AuditedRun(tmp_path / "whole")
     faults = ("--recover-inject", "1.0@2:sync.0,0.1@4:backward.1", "--save", save)
     half = replace(job, iterations=6)
     code, output = run(half.recover(3, tmp_path / "half", *check, *faults), "half")
     assert code == 0, output
     code, output = run(job.recover(2, tmp_path / "rest", *check, "--load", save), "rest")
     assert code == 0, output
-    losses = RunRecord(tmp_path / "half").losses | RunRecord(tmp_path / "rest").losses
+    losses = AuditedRun(tmp_path / "half").losses | AuditedRun(tmp_path / "rest").losses
     assert max_difference(losses, whole.losses) <= LOSS_LIMIT
     without = replace(job, extra=("--lr-decay-iters", "10"), drop=())
     code, output = run(without.plain(), "without")
@@ -177,7 +178,7 @@ def test_a_launcher_that_is_killed_takes_its_job_along(tmp_path, data_prefix):
         assert process.poll() is None
         time.sleep(0.05)
     process.kill()
-    ranks = [e["pid"] for e in read_traces(folder) if e["event"] == "started"]
+    ranks = [e.pid for e in read_traces(folder) if isinstance(e, Started)]
     limit = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < limit
@@ -186,7 +187,7 @@ def test_a_launcher_that_is_killed_takes_its_job_along(tmp_path, data_prefix):
 
 
 def _last(folder: Path) -> int:
-    committed = (e["iteration"] for e in read_traces(folder) if e["event"] == "committed")
+    committed = (e.iteration for e in read_traces(folder) if isinstance(e, Committed))
     return max(committed, default=0)
 
 
@@ -216,8 +217,8 @@ def test_7_9_a_used_run_folder_and_an_index_of_other_data(run, tmp_path):
     os.truncate(shuffled, 150)
     assert documents("cut") == 20
     runs = [tmp_path / "run", *(tmp_path / "run" / f"restart-{n}" for n in (1, 2, 3))]
-    assert all(sorted(RunRecord(folder).commits) == [1, 2] for folder in runs)
-    assert len({json.dumps(RunRecord(folder).losses) for folder in runs}) > 1
+    assert all(sorted(AuditedRun(folder).commits) == [1, 2] for folder in runs)
+    assert len({json.dumps(AuditedRun(folder).losses) for folder in runs}) > 1
 
 
 @pytest.mark.megatron_lm
@@ -236,9 +237,9 @@ def test_b4_an_iteration_to_skip_is_skipped(run, tmp_path, data_prefix):
         folder = tmp_path / policy
         code, output = run(job.recover(2, folder, "--recover-policy", policy), policy)
         assert code == 0, output
-        record = RunRecord(folder)
+        record = AuditedRun(folder)
         assert sorted(record.commits) == [1, 2, 4, 5, 6]
-        assert [e["iteration"] for e in record.of("skipped")] == [3, 3]
+        assert [e.iteration for e in record.of(Skipped)] == [3, 3]
         samples = [i for ids in record.samples.values() for i in ids]
         assert samples == [i for i in range(24) if not 8 <= i < 12]
         logged = Log(output).losses

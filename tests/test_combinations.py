@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from recover_megatron.record.audit import AuditedRun
 from recover_megatron.record.compare import Log
-from recover_megatron.record.run_record import RunRecord
 from recover_megatron.testing.combinations import COMBINATIONS, Combination
 from recover_megatron.testing.rehearsal import SCRIPT
 
@@ -49,13 +49,13 @@ def test_killed_in_the_all_reduce(
     command = job("recover").recover(combination.replicas, tmp_path / "run", *words)
     code, output = run(command, "recover")
     assert code == 0, output
-    log, record = Log(output), RunRecord(tmp_path / "run")
+    log, record = Log(output), AuditedRun(tmp_path / "run")
 
     victim = int(combination.victim[0])
     assert [r.replicas_lost for r in record.recoveries] == [[victim]]
     assert record.survivors == [r for r in range(combination.replicas) if r != victim]
     assert record.parameters_bitwise_equal
-    batches = {i: e["microbatches"] for i, e in record.commits.items()}
+    batches = {i: e.microbatches for i, e in record.commits.items()}
     assert record.violations(len(plain.rates), batches) == [], output
     samples = [i for ids in record.samples.values() for i in ids]
     assert samples == list(range(len(samples)))  # each once, in the failure-free order

@@ -18,6 +18,7 @@ from recover_megatron.adapters.megatron.command_line import read_job
 from recover_megatron.adapters.megatron.support import check_version, refuse_unsupported
 from recover_megatron.config import RecoveryConfig, flag_name
 from recover_megatron.errors import ConfigError
+from recover_megatron.events import Committed, Died, Started
 from recover_megatron.launch import command as launch
 from recover_megatron.launch import mpirun, verdict
 from recover_megatron.launch.host_job import Host, parse_hosts, placement, without_spares
@@ -188,7 +189,7 @@ def test_install_starts_the_script_over_under_the_package(tmp_path):
 )
 def test_the_launcher_asks_once_then_hands_signals_on(tmp_path, training, signals, code):
     if training:
-        Trace(str(tmp_path), 0, 0).emit("committed", iteration=1)
+        Trace(str(tmp_path), 0, 0).emit(Committed(iteration=1))
     expected = code
     code = (
         "import signal, sys, time\n"
@@ -223,7 +224,7 @@ def test_an_mpirun_that_outlives_its_ranks_is_killed(monkeypatch, capsys):
 
 
 def test_a_job_in_which_nobody_reached_the_end_is_a_failure(tmp_path: Path, capsys):
-    Trace(str(tmp_path), 1, 0).emit("died", reason="ValueError: of me")
+    Trace(str(tmp_path), 1, 0).emit(Died(reason="ValueError: of me"))
     assert verdict.exit_code(0, tmp_path / "exit_code") == 1
     error = capsys.readouterr().err
     assert "no replica reached its end" in error
@@ -237,7 +238,7 @@ def restarted(tmp_path: Path, command: str) -> int:
 
 
 def test_a_job_that_has_lost_all_replicas_is_started_again(tmp_path: Path, capfd):
-    Trace(str(tmp_path), 0, 0).emit("committed", iteration=1)
+    Trace(str(tmp_path), 0, 0).emit(Committed(iteration=1))
     code = "import os, sys; print(os.environ['RECOVER_RUN_DIR']); sys.exit(7)"
     assert restarted(tmp_path, f'{sys.executable} -c "{code}"') == 7
     out, error = capfd.readouterr()
@@ -247,7 +248,7 @@ def test_a_job_that_has_lost_all_replicas_is_started_again(tmp_path: Path, capfd
 
 
 def test_a_job_that_has_committed_nothing_is_not_started_again(tmp_path: Path, capfd):
-    Trace(str(tmp_path), 0, 0).emit("started")
+    Trace(str(tmp_path), 0, 0).emit(Started())
     assert restarted(tmp_path, sys.executable) == verdict.EXIT_NOBODY
     assert "not restarted, since no iteration was committed" in capfd.readouterr().err
 
@@ -267,7 +268,7 @@ def test_an_untried_version_of_megatron_is_refused(version):
 def test_nan_in_several_replicas_at_once_is_said_to_be_no_hardware_fault(tmp_path: Path, capsys):
     for replica in (0, 1):
         reason = "RuntimeError: Rank 0: found NaN in local grad norm"
-        Trace(str(tmp_path), replica, 0).emit("died", reason=reason)
+        Trace(str(tmp_path), replica, 0).emit(Died(reason=reason))
     assert verdict.exit_code(0, tmp_path / "exit_code") == 1
     assert "2 replicas found NaN at once, so the data or the model" in capsys.readouterr().err
 

@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 
 from recover_megatron import cli
+from recover_megatron.events import Committed, Fetched, Finished, Loss, Started
 from recover_megatron.trace import Trace
 
 
 def run_of(folder: Path, iterations: range) -> Path:
     """A run of one replica whose loss is 1 / iteration."""
     trace = Trace(str(folder), 0, 0)
-    trace.emit("started", pid=1)
+    trace.emit(Started(pid=1))
     for i in iterations:
-        trace.emit("fetched", iteration=i, microbatches=[0], samples=[[i]])
-        trace.emit("committed", iteration=i, assignment="r0: 0", microbatches=1, world_epoch=0)
-        trace.emit("loss", iteration=i, losses={"lm loss": 1 / i})
-    trace.emit("finished", code=0)
+        trace.emit(Fetched(iteration=i, microbatches=(0,), samples=((i,),)))
+        trace.emit(Committed(iteration=i, assignment="r0: 0", microbatches=1))
+        trace.emit(Loss(iteration=i, losses={"lm loss": 1 / i}))
+    trace.emit(Finished(code=0))
     return folder
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from recover_megatron.console import log_path
+from recover_megatron.events import FaultInjected
 from recover_megatron.trace import Trace, read_traces, trace_path
 
 RANK = """
@@ -52,14 +53,14 @@ def test_what_was_traced_before_a_kill_is_read_back(tmp_path):
     child = os.fork()
     if not child:
         trace = Trace(str(tmp_path), 2, 1)
-        trace.emit("fault", iteration=3)
+        trace.emit(FaultInjected(iteration=3))
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     with trace_path(tmp_path, 2, 1).open("a") as half:
         half.write('{"event": "cut sho')
     (event,) = read_traces(tmp_path)
-    assert (event["event"], event["replica"], event["position"]) == ("fault", 2, 1)
+    assert (event.KIND, event.replica, event.position) == ("fault", 2, 1)
 
 
 def test_without_a_folder_nothing_is_traced():
-    Trace(None, 0, 0).emit("fault")
+    Trace(None, 0, 0).emit(FaultInjected(iteration=0))

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron.events import Died, Finished
+from recover_megatron.record.audit import AuditedRun
 from recover_megatron.record.compare import Log, max_difference
-from recover_megatron.record.run_record import RunRecord
 from recover_megatron.testing.rehearsal import Rehearsal
 from recover_megatron.trace import read_traces
 
@@ -40,9 +41,9 @@ def seconds_until_noticed(folder: Path, rank: int) -> float:
     """From the end of `rank` until any rank of another replica knew of it."""
     began = float((folder.parent / "ended" / str(rank)).read_text())
     seen = [
-        e["time"] - began
+        e.time - began
         for e in read_traces(folder)
-        if e["event"] in ("peer_failed", "sync_failed", "repaired") and e["time"] >= began
+        if e.KIND in ("peer_failed", "sync_failed", "repaired") and e.time >= began
     ]
     return min(seen)
 
@@ -61,7 +62,7 @@ def test_every_way_to_end_is_noticed_and_loses_one_replica(ending, run, data_pre
     flags = ("--recover-check-replicas-interval", "1")
     code, output, folder = ending(job, len(ENDS) + 1, endings, *flags)
     assert code == 0, output
-    record = RunRecord(folder)
+    record = AuditedRun(folder)
     assert record.violations(job.iterations, job.microbatches) == []
     assert record.survivors == [len(ENDS)]
     assert max_difference(record.losses, Log(plain).losses) <= LOSS_LIMIT
@@ -71,7 +72,7 @@ def test_every_way_to_end_is_noticed_and_loses_one_replica(ending, run, data_pre
         with capsys.disabled():
             print(f"\n  {how}: noticed after {seconds:.3f} s", end="")
         assert seconds < 20, how  # not by MPI's heartbeat, after 300 s
-    reasons = {e["replica"]: e["reason"] for e in record.of("died")}
+    reasons = {e.replica: e.reason for e in record.of(Died)}
     assert reasons[1] == "ZeroDivisionError: as any bug would"
     assert reasons[2] == "left by sys.exit(0), while others are in 'iteration'"
     assert reasons[3] == "its process ended by itself, with code 0"
@@ -86,7 +87,7 @@ def test_an_end_of_one_of_two_ranks_takes_its_replica_along(ending, run, data_pr
     endings = "3@2:sys.exit(0);1@3:os._exit(1);4@4:abort"
     code, output, folder = ending(job, 4, endings, "--recover-check-replicas-interval", "1")
     assert code == 0, output
-    record = RunRecord(folder)
+    record = AuditedRun(folder)
     assert record.violations(job.iterations, job.microbatches) == []
     assert [r.replicas_lost for r in record.recoveries] == [[1], [0], [2]]
     assert max_difference(record.losses, Log(plain).losses) <= LOSS_LIMIT
@@ -94,14 +95,14 @@ def test_an_end_of_one_of_two_ranks_takes_its_replica_along(ending, run, data_pr
         with capsys.disabled():
             seconds = seconds_until_noticed(folder, rank)
             print(f"\n  rank {rank}: noticed after {seconds:.3f} s", end="")
-    assert "left by sys.exit(0), not all with it" in str([e["reason"] for e in record.of("died")])
+    assert "left by sys.exit(0), not all with it" in str([e.reason for e in record.of(Died)])
 
 
 def test_an_exit_of_all_ranks_is_an_orderly_end(ending, data_prefix):
     code, output, folder = ending(
         Rehearsal(data_prefix, 6, 4), 2, "0@3:sys.exit(0);1@3:sys.exit(0)"
     )
-    record = RunRecord(folder)
+    record = AuditedRun(folder)
     assert code == 0, output
     assert record.survivors == [0, 1]
     assert sorted(record.commits) == [1, 2]
@@ -127,7 +128,7 @@ def test_the_same_error_everywhere_ends_the_job_once_with_a_checkpoint(
     resumed = replace(job, extra=("--load", str(save)))
     code, output, folder = ending(resumed, 2, "", name="resumed")
     assert code == 0, output
-    assert sorted(RunRecord(folder).commits) == [4, 5, 6]
+    assert sorted(AuditedRun(folder).commits) == [4, 5, 6]
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "os._exit(1)"])
@@ -137,7 +138,7 @@ def test_a_rank_that_dies_while_mpi_starts_costs_a_second_start(ending, data_pre
     assert code == 0, output
     assert "recover: rank 3 (replica 1, position 1) died before the job had begun" in output
     assert "the job is started once more" in output
-    record = RunRecord(folder)
+    record = AuditedRun(folder)
     assert record.survivors == [0, 1]
     assert sorted(record.commits) == [1, 2, 3]
     assert list((folder / "start-1").glob("trace.*"))
@@ -150,7 +151,7 @@ def test_a_disk_that_fills_up_for_one_rank_costs_nothing(ending, data_prefix):
     assert sorted(Log(output).losses) == list(range(1, 7))
     for name in ("log", "trace"):
         assert len([x for x in output.splitlines() if f"{name}.r0.p0" in x and "warning" in x]) == 1
-    ended = {e["replica"] for e in read_traces(folder) if e["event"] == "finished"}
+    ended = {e.replica for e in read_traces(folder) if isinstance(e, Finished)}
     assert ended == {1}
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron.events import PeerFailed, Repaired, SyncFailed
+from recover_megatron.record.audit import AuditedRun
 from recover_megatron.record.compare import Log, max_difference
-from recover_megatron.record.run_record import RunRecord, last_iteration
+from recover_megatron.record.run_record import RunRecord
 from recover_megatron.session.exits import EXIT_UNRECOVERABLE
 from recover_megatron.testing import rig as rigs
 from recover_megatron.testing.rehearsal import Rehearsal, environment
@@ -64,7 +66,7 @@ class Training:
 
     @property
     def iteration(self) -> int:
-        return last_iteration(self.run)
+        return RunRecord.read(self.run).iteration
 
     def words_of(self, replica: int) -> str:
         """Of all its ranks: the first to leave says why, the others that it has gone."""
@@ -76,9 +78,9 @@ class Training:
             assert time.monotonic() < limit, f"no {what}: {self.log.read_text()}"
             time.sleep(0.1)
 
-    def check(self, plain: Log, survivors: list[int]) -> RunRecord:
+    def check(self, plain: Log, survivors: list[int]) -> AuditedRun:
         """The right replicas have survived, and trained as plain Megatron would have."""
-        record = RunRecord(self.run)
+        record = AuditedRun(self.run)
         assert record.survivors == survivors
         assert record.violations(ITERATIONS, MICROBATCHES) == []
         assert record.parameters_bitwise_equal
@@ -191,7 +193,7 @@ def test_a_spare_host_stands_in_for_one_that_does_not_answer(job, tmp_path):
         said = started.log.read_text()
         assert "recover: host h1 does not answer: ssh: connect" in said
         assert "h0: replicas 0\nh2: replicas 1\n" in said
-        assert RunRecord(started.run).survivors == [0, 1]
+        assert AuditedRun(started.run).survivors == [0, 1]
 
 
 def test_ranks_elsewhere_that_end_by_themselves_are_noticed(
@@ -212,9 +214,7 @@ def test_ranks_elsewhere_that_end_by_themselves_are_noticed(
     for rank in (3, 5, 6):
         began = float((tmp_path / "ended" / str(rank)).read_text())
         seen = [
-            e["time"] - began
-            for e in record.of("peer_failed", "sync_failed", "repaired")
-            if e["time"] >= began
+            e.time - began for e in record.of(PeerFailed, SyncFailed, Repaired) if e.time >= began
         ]
         with capsys.disabled():
             print(f"\n  rank {rank}: noticed after {min(seen):.3f} s", end="")

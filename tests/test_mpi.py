@@ -13,8 +13,9 @@ import pytest
 
 from recover_megatron import cli
 from recover_megatron.adapters.megatron.command_line import read_job
+from recover_megatron.events import Died, Started
 from recover_megatron.launch.mpirun import mpirun_command
-from recover_megatron.record.run_record import RunRecord
+from recover_megatron.record.audit import AuditedRun
 from recover_megatron.session.exits import EXIT_CONFIG, EXIT_UNRECOVERABLE
 from recover_megatron.testing.jobs import driver_job
 
@@ -55,13 +56,13 @@ def launched(run_dir: Path, command: list[str]) -> list[str]:
 def drive(run, tmp_path):
     """Runs the driver job over `replicas` x 2 ranks; returns its record, checked for I1, I3-I5."""
 
-    def start(replicas: int, inject: str, *flags: str) -> RunRecord:
+    def start(replicas: int, inject: str, *flags: str) -> AuditedRun:
         words = ["--recover", "--micro-batch-size", "1", "--global-batch-size", str(MICROBATCHES)]
         words += ["--tensor-model-parallel-size", "2", "--recover-trace-dir", str(tmp_path / "run")]
         words += ["--recover-inject", inject, *flags]
         code, output = run(launched(tmp_path / "run", mpirun("driver_job.py", replicas, words)))
         assert code == 0, output
-        record = RunRecord(tmp_path / "run")
+        record = AuditedRun(tmp_path / "run")
         assert record.violations(STEPS, MICROBATCHES) == [], output
         return record
 
@@ -105,8 +106,8 @@ def test_a_hung_rank_is_ended_by_its_watchdog(drive, kind, phase):
     flag = "--recover-hang-timeout" if phase == "forward.1" else "--recover-stall-timeout"
     record = drive(3, f"{kind}:1.1@3:{phase}", flag, "5")
     assert record.survivors == [0, 2]
-    (death,) = [e for e in record.of("died") if (e["replica"], e["position"]) == (1, 1)]
-    assert "no progress" in death["reason"]
+    (death,) = [e for e in record.of(Died) if (e.replica, e.position) == (1, 1)]
+    assert "no progress" in death.reason
     words = (record.directory / "log.r1.p1.txt").read_text()
     assert ("inject.py" in words) == (kind != "stop")  # its stack: where it hung
 
@@ -148,10 +149,10 @@ def test_nothing_is_left_behind(drive, tmp_path, monkeypatch):
     mapped = "".join(_text(maps) for maps in Path("/proc").glob("[0-9]*/maps"))
     new = set(Path("/dev/shm").iterdir()) - segments
     assert [p for p in new if str(p) not in mapped and p.exists()] == []
-    assert {e["event"] for e in record.finished} == {"finished"}
-    for event in record.of("started"):
-        assert event["time"] > started - 60
-        assert not _alive(event["pid"])
+    assert {e.KIND for e in record.finished} == {"finished"}
+    for event in record.of(Started):
+        assert event.time > started - 60
+        assert not _alive(event.pid)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from recover_megatron import cli
-from recover_megatron.record.progress import Progress, TraceTail
+from recover_megatron.record.run_record import RunRecord, TraceTail
 from recover_megatron.record.status import page
 from tests import browser
 
@@ -67,14 +67,14 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_progress_says_how_a_run_stands(run_dir):
-    progress = Progress()
-    progress.feed(TraceTail(run_dir).new_events())
-    assert (progress.iteration, progress.started, progress.live) == (4, (0, 1), (0,))
-    assert progress.tokens(4) == 800
-    assert progress.seconds_per_iteration == pytest.approx((112 - 102) / 3)
-    assert progress.tokens_per_second == pytest.approx(240)
-    assert progress.seconds_left == pytest.approx(2 * 10 / 3)
-    (loss,) = progress.lost.values()
+    record = RunRecord()
+    record.feed(TraceTail(run_dir).new_events())
+    assert (record.iteration, record.replicas, record.live) == (4, (0, 1), (0,))
+    assert record.tokens(4) == 800
+    assert record.seconds_per_iteration == pytest.approx((112 - 102) / 3)
+    assert record.present_tokens_per_second == pytest.approx(240)
+    assert record.seconds_left == pytest.approx(2 * 10 / 3)
+    (loss,) = record.lost.values()
     assert (loss.replica, loss.hosts, loss.iteration) == (1, ("node1",), 2)
     assert loss.cause == "ECC <b>error</b> & more"
 
@@ -88,15 +88,15 @@ def test_a_tail_reads_each_line_once_and_waits_for_whole_ones(tmp_path):
         trace.write('{"time": 2.0, "ev')
     assert tail.new_events() == []
     with path.open("a") as trace:
-        trace.write('ent": "finished"}\n')
-    assert [e["event"] for e in tail.new_events()] == ["finished"]
+        trace.write('ent": "finished", "code": 0}\n')
+    assert [e.KIND for e in tail.new_events()] == ["finished"]
 
 
 def test_the_status_page(run_dir):
-    progress = Progress()
-    progress.feed(TraceTail(run_dir).new_events())
+    record = RunRecord()
+    record.feed(TraceTail(run_dir).new_events())
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(page(progress, run_dir, now=114.0))
+    console.print(page(record, run_dir, now=114.0))
     text = console.export_text()
     assert "4 of 6, 2 s ago" in text
     assert "1 of 2, exact" in text

@@ -14,7 +14,7 @@ from recover_megatron import cli
 from recover_megatron.errors import ConfigError
 from recover_megatron.launch.model_size import model_size
 from recover_megatron.launch.run_config import RunConfig, check_flags, load
-from recover_megatron.record.run_record import RunRecord
+from recover_megatron.record.audit import AuditedRun
 from recover_megatron.testing.rehearsal import Rehearsal
 from tests.conftest import checkout
 
@@ -145,7 +145,7 @@ def test_from_files_of_c4_to_a_launched_config(run, tmp_path):
         command += ["--set", f"{key}={value}"]
     code, output = run([*command, "--config", CONFIGS / "tiny_cpu.yaml"])
     assert code == 0, output
-    record = RunRecord(tmp_path / "run")
+    record = AuditedRun(tmp_path / "run")
     assert record.violations(4, 8) == []
     assert record.survivors == [0]
 

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from recover_megatron import cli
+from recover_megatron.events import Started
 from recover_megatron.launch import slurm
+from recover_megatron.record.audit import AuditedRun
 from recover_megatron.record.compare import max_difference, read_log
-from recover_megatron.record.run_record import RunRecord, last_iteration
+from recover_megatron.record.run_record import RunRecord
 from recover_megatron.session.exits import EXIT_STOPPED, EXIT_TOO_FEW
 from recover_megatron.testing.rehearsal import Rehearsal, environment, run_job
 from recover_megatron.testing.rig import Rig
@@ -100,7 +102,7 @@ class Job:
 
     @property
     def iteration(self) -> int:
-        return last_iteration(self.run)
+        return RunRecord.read(self.run).iteration
 
     def until(self, condition, what: str, limit_s: float = 150) -> None:
         limit = time.monotonic() + limit_s
@@ -141,12 +143,12 @@ class TestRealSlurm:
         job, plain = reference
         started = Job(rig, running, job, tmp_path)
         started.until(lambda: started.iteration >= 5, "iteration 5")
-        pids = {e["replica"]: e["pid"] for e in read_traces(started.run) if e["event"] == "started"}
+        pids = {e.replica: e.pid for e in read_traces(started.run) if isinstance(e, Started)}
         rig.kill_process("h1", pids[1])
         started.until(lambda: started.iteration >= 15, "iteration 15")
         running("scontrol", "update", "nodename=h2", "state=down", "reason=test")
         assert started.ends() == "COMPLETED", started.output
-        record = RunRecord(started.run)
+        record = AuditedRun(started.run)
         assert (started.run / "exit_code").read_text().strip() == "0"
         assert record.survivors == [0, 3], started.output
         assert record.violations(job.iterations, job.microbatches) == []
@@ -160,7 +162,7 @@ class TestRealSlurm:
         started.until(lambda: started.iteration >= 5, "iteration 5")
         rig.kill("h0")
         assert started.ends() == "CANCELLED", started.output  # by the other nodes, at the end
-        record = RunRecord(started.run)
+        record = AuditedRun(started.run)
         assert (started.run / "exit_code").read_text().strip() == "0"
         assert record.survivors == [1, 2, 3], started.output
         assert record.violations(job.iterations, job.microbatches) == []
@@ -174,13 +176,13 @@ class TestRealSlurm:
         requeue = ("--recover-restart-command", "scontrol requeue $SLURM_JOB_ID")
         started = Job(rig, running, job, tmp_path, *flags, *requeue)
         started.until(lambda: started.iteration >= 5, "iteration 5")
-        pids = {e["replica"]: e["pid"] for e in read_traces(started.run) if e["event"] == "started"}
+        pids = {e.replica: e.pid for e in read_traces(started.run) if isinstance(e, Started)}
         rig.kill_process("h1", pids[1])
         again = started.run / "restart-1"
         started.until(lambda: started.starts_again(again), "requeued job")
         assert started.ends(again) == "COMPLETED", started.output
         assert (started.run / "exit_code").read_text().strip() == str(EXIT_TOO_FEW)
-        first, second = RunRecord(started.run), RunRecord(again)
+        first, second = AuditedRun(started.run), AuditedRun(again)
         assert min(second.commits) == max(first.commits) + 1
         assert second.survivors == [0, 1, 2, 3]
         assert max_difference(first.losses | second.losses, plain.losses) <= LOSS_LIMIT
@@ -198,7 +200,7 @@ class TestRealSlurm:
         assert (started.run / "exit_code").read_text().strip() == str(EXIT_STOPPED)
         assert state == "FAILED"  # Slurm's word for a code that is not 0
         saved = int((save / "latest_checkpointed_iteration.txt").read_text())
-        assert saved == max(RunRecord(started.run).commits)
+        assert saved == max(AuditedRun(started.run).commits)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from recover_megatron.collectives.membership.quorum import (
 )
 from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import ConfigError, InvariantViolation
+from recover_megatron.events import Committed, Died, Finished, Skipped, Started
 from recover_megatron.examples.gpt.arguments import add_megatron_arguments, validate_args
 from recover_megatron.hosts import tunnel
 from recover_megatron.hosts.folder import HostFolder
@@ -118,28 +119,28 @@ def test_a_trace_that_cannot_be_written_is_written_later(tmp_path):
     (tmp_path / "run").write_text("a file where the folder should be")
     trace = Trace(str(tmp_path / "run"), 1, 0, lambda subject, text: warned.append(text))
     for number in range(5):
-        trace.emit("committed", iteration=number)
+        trace.emit(Committed(iteration=number))
     assert warned
     assert "training goes on" in warned[0]
     (tmp_path / "run").unlink()
-    trace.emit("committed", iteration=5)
-    assert [e["iteration"] for e in read_traces(tmp_path / "run")] == [0, 1, 2, 3, 4, 5]
+    trace.emit(Committed(iteration=5))
+    assert [e.iteration for e in read_traces(tmp_path / "run")] == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_trace_keeps_so_many_events_and_no_more(tmp_path):
     (tmp_path / "run").write_text("")
     trace = Trace(str(tmp_path / "run"), 1, 0)
     for number in range(Trace.KEPT + 10):
-        trace.emit("committed", iteration=number)
+        trace.emit(Committed(iteration=number))
     (tmp_path / "run").unlink()
-    trace.emit("last")
+    trace.emit(Skipped(iteration=0))
     assert len(list(read_traces(tmp_path / "run"))) == Trace.KEPT
 
 
 def test_lines_of_a_trace_that_are_no_events_are_skipped(tmp_path):
     path = trace_path(tmp_path, 0, 0)
     path.write_bytes(b'{"event": "started"}\n3\n"text"\n\xff\xfe\n{"event": "com')
-    assert [e["event"] for e in read_traces(tmp_path)] == ["started"]
+    assert [e.KIND for e in read_traces(tmp_path)] == ["started"]
 
 
 SLOW_READER = """
@@ -174,9 +175,9 @@ def test_e4_the_code_is_known_from_whatever_is_left(tmp_path, capsys):
     for replica in (0, 1):
         for position in (0, 1):
             trace = Trace(str(tmp_path / "run"), replica, position)
-            trace.emit("started", pid=1)
+            trace.emit(Started(pid=1))
             if (replica, position) != (0, 0):  # killed before it could
-                trace.emit("finished", code=4)
+                trace.emit(Finished(code=4))
     assert verdict.exit_code(0, marker, folder) == 4  # of replica 1, whose ranks all say so
     (folder / "done").write_text("5\n")
     assert verdict.exit_code(0, marker, folder) == 5
@@ -189,10 +190,10 @@ def test_e4_the_code_is_known_from_whatever_is_left(tmp_path, capsys):
 
 def died(folder: Path, replica: int, begun: int, **facts) -> None:
     trace = Trace(str(folder), replica, 0)
-    trace.emit("started", pid=1)
+    trace.emit(Started(pid=1))
     for number in range(1, begun):
-        trace.emit("committed", iteration=number)
-    trace.emit("died", **facts)
+        trace.emit(Committed(iteration=number))
+    trace.emit(Died(**facts))
 
 
 def error(kind="IndexError", where="data.py:7", iteration=5):
@@ -233,8 +234,8 @@ def test_a_bare_assertion_says_its_line():
     except AssertionError as caught:
         caught.args = (";",)
         words = leaving._last_words(caught, 3)
-    assert words["reason"].startswith("AssertionError: assert 1 == 2")
-    assert words["where"].startswith(__file__)
+    assert words.reason.startswith("AssertionError: assert 1 == 2")
+    assert words.where.startswith(__file__)
 
 
 # --- settings and files --------------------------------------------------------------------------
@@ -369,14 +370,14 @@ def test_7_a_folder_that_holds_a_run_is_left_alone(tmp_path, capsys):
     assert fresh_run_folder(asked) == asked
     assert newest_run(asked) == asked
     assert fresh_run_folder(Path(f"{asked}/")) == asked  # however it is written
-    Trace(str(asked), 0, 0).emit("started")
+    Trace(str(asked), 0, 0).emit(Started())
     assert fresh_run_folder(asked) == asked / "restart-1"
     (asked / "restart-1" / "log.r0.p0.txt").write_text("its ranks died at once")
     assert fresh_run_folder(asked) == asked / "restart-2"
     assert newest_run(asked) == asked / "restart-1"
     assert f"the last run in {asked} is {asked}/restart-1" in capsys.readouterr().err
     (asked / "restart-12").mkdir()  # restarts of Slurm that came to nothing leave gaps
-    Trace(str(asked / "restart-12"), 0, 0).emit("started")
+    Trace(str(asked / "restart-12"), 0, 0).emit(Started())
     assert newest_run(asked) == asked / "restart-12"
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):

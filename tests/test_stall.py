@@ -6,7 +6,9 @@ import time
 
 import pytest
 
+from recover_megatron.events import Committed, Computed, Died, PeerFailed, Started
 from recover_megatron.launch.stall import StallReport, waited_for
+from recover_megatron.record.run_record import RunRecord
 from recover_megatron.trace import Trace
 from recover_megatron.world import ReplicaLayout
 
@@ -15,32 +17,37 @@ LAYOUT = ReplicaLayout(3, 2)
 
 def trace_of(folder, rank: int) -> Trace:
     trace = Trace(str(folder), LAYOUT.replica_of(rank), LAYOUT.position_of(rank))
-    trace.emit("started", host=f"h{rank // 2}")
+    trace.emit(Started(host=f"h{rank // 2}"))
     return trace
 
 
 def test_the_rank_that_is_furthest_behind_is_named_with_its_host(tmp_path):
     for rank in range(LAYOUT.ranks):
         trace = trace_of(tmp_path, rank)
-        trace.emit("committed", iteration=6)
+        trace.emit(Committed(iteration=6, assignment="r0: 0"))
         if rank != 3:
-            trace.emit("computed", iteration=7)
-        trace.emit("peer_failed", ranks=[])
-    named = waited_for(tmp_path, LAYOUT)
+            trace.emit(Computed(iteration=7))
+        trace.emit(PeerFailed())
+    named = waited_for(RunRecord.read(tmp_path), LAYOUT)
     assert named.startswith("replica 1, position 1 (rank 3 on h1): last seen at ")
     assert named.endswith(", committed iteration 6")
 
 
 def test_ranks_that_have_not_started_are_named_first_and_dead_ones_never(tmp_path):
     for rank in range(LAYOUT.ranks - 1):
-        trace_of(tmp_path, rank).emit("died" if rank == 0 else "computed", iteration=1)
-    assert waited_for(tmp_path, LAYOUT) == "replica 2, position 1 (rank 5): has not started"
+        trace_of(tmp_path, rank).emit(Died(reason="") if rank == 0 else Computed(iteration=1))
+    assert (
+        waited_for(RunRecord.read(tmp_path), LAYOUT)
+        == "replica 2, position 1 (rank 5): has not started"
+    )
 
 
 def test_where_all_are_equally_far_that_is_said(tmp_path):
     for rank in range(LAYOUT.ranks):
-        trace_of(tmp_path, rank).emit("computed", iteration=1)
-    assert waited_for(tmp_path, LAYOUT).startswith("all 6 ranks, which have come equally far")
+        trace_of(tmp_path, rank).emit(Computed(iteration=1))
+    assert waited_for(RunRecord.read(tmp_path), LAYOUT).startswith(
+        "all 6 ranks, which have come equally far"
+    )
 
 
 @pytest.mark.timed
@@ -49,7 +56,7 @@ def test_a_quiet_job_is_reported_once_and_a_busy_one_never(tmp_path, capsys):
     report = StallReport(tmp_path, ReplicaLayout(1, 1), quiet_s=1.0)
     report.start()
     for _ in range(30):
-        trace.emit("computed", iteration=1)
+        trace.emit(Computed(iteration=1))
         time.sleep(0.05)  # traced while it runs: not quiet
     assert capsys.readouterr().err == ""
     said = ""

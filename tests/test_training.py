@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron.events import Committed, Evaluated, FaultInjected, SaveFailed
+from recover_megatron.record.audit import AuditedRun
 from recover_megatron.record.compare import Log, max_difference
-from recover_megatron.record.run_record import RunRecord
 from recover_megatron.session.exits import (
     EXIT_STOPPED,
     EXIT_TOO_FEW,
@@ -42,10 +43,10 @@ def train(run, tmp_path):
             assert code == 0, output
             return Log(output)
 
-        def recovered(self, job: Rehearsal, replicas: int, *flags: str) -> tuple[Log, RunRecord]:
+        def recovered(self, job: Rehearsal, replicas: int, *flags: str) -> tuple[Log, AuditedRun]:
             code, output = run(job.recover(replicas, tmp_path / "run", *OPTIONS, *flags), "recover")
             assert code == 0, output
-            record = RunRecord(tmp_path / "run")
+            record = AuditedRun(tmp_path / "run")
             assert record.violations(job.iterations, job.microbatches) == [], output
             assert record.parameters_bitwise_equal
             for iteration, samples in record.samples.items():
@@ -103,11 +104,11 @@ def test_killed_in_forward_backward_and_optimizer_until_one_is_left(train, data_
 def versatile(run, tmp_path):
     """Runs a job under `versatile`; its losses must be plain Megatron's on the same samples."""
 
-    def start(job: Rehearsal, replicas: int, inject: str, *flags: str) -> RunRecord:
+    def start(job: Rehearsal, replicas: int, inject: str, *flags: str) -> AuditedRun:
         words = ("--recover-policy", "versatile", "--recover-inject", inject, *OPTIONS, *flags)
         code, output = run(job.recover(replicas, tmp_path / "run", *words), "recover")
         assert code == 0, output
-        record = RunRecord(tmp_path / "run")
+        record = AuditedRun(tmp_path / "run")
         assert record.violations(job.iterations, job.microbatches) == [], output
         assert record.parameters_bitwise_equal
         samples = [i for ids in record.samples.values() for i in ids]
@@ -160,7 +161,7 @@ def test_versatile_streams_go_on_from_a_checkpoint(versatile, run, tmp_path, dat
         job, folder = Rehearsal(data_prefix, 6, 6), tmp_path / f"resumed-{replicas}"
         code, output = run(job.recover(replicas, folder, *words), "resume")
         assert code == 0, output
-        record = RunRecord(folder)
+        record = AuditedRun(folder)
         assert sorted(record.commits) == [5, 6]
         after = [i for ids in record.samples.values() for i in ids]
         assert len(set(after)) == 12
@@ -183,7 +184,7 @@ def test_too_few_replicas_leave_a_checkpoint_from_which_fewer_go_on(
     assert (Path(save) / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
     code, output = run(job.recover(1, tmp_path / "second", *OPTIONS, "--load", save), "second")
     assert code == 0, output
-    resumed = RunRecord(tmp_path / "second")
+    resumed = AuditedRun(tmp_path / "second")
     assert sorted(resumed.commits) == [4, 5, 6]
     for iteration, samples in resumed.samples.items():
         assert list(samples) == expected_samples(job, iteration)
@@ -201,7 +202,7 @@ def test_killed_in_a_save_the_next_replica_saves_and_any_number_resumes(
     faults = ("--save", save, "--save-interval", "3", "--recover-inject", "0.0@3:save")
     _, record = train.recovered(job, 3, *faults)
     assert record.survivors == [1, 2]
-    assert [e["phase"] for e in record.of("fault")] == ["save"]
+    assert [e.phase for e in record.of(FaultInjected)] == ["save"]
     tracker = Path(save) / "latest_checkpointed_iteration.txt"
     assert tracker.read_text().strip() in ("6", "8")
     tracker.write_text("6")  # the stock script saves once more at its end
@@ -209,7 +210,7 @@ def test_killed_in_a_save_the_next_replica_saves_and_any_number_resumes(
         folder = tmp_path / f"resumed-{replicas}"
         code, output = run(job.recover(replicas, folder, *OPTIONS, "--load", save), "resume")
         assert code == 0, output
-        resumed = RunRecord(folder)
+        resumed = AuditedRun(folder)
         assert sorted(resumed.commits) == [7, 8]
         for iteration, loss in resumed.losses.items():
             assert loss == pytest.approx(plain.losses[iteration], abs=LOSS_LIMIT)
@@ -228,10 +229,8 @@ def test_an_evaluation_is_shared_and_goes_on_when_a_replica_is_killed_in_it(
     assert sorted(plain.validation_losses) == [2, 4, 6]
     assert max_difference(log.validation_losses, plain.validation_losses) <= LOSS_LIMIT
     assert record.survivors == [1, 2]
-    assert [e["phase"] for e in record.of("fault")] == ["evaluate"]
-    shares = [
-        e["assignment"] for e in record.of("evaluated") if (e["replica"], e["position"]) == (1, 0)
-    ]
+    assert [e.phase for e in record.of(FaultInjected)] == ["evaluate"]
+    shares = [e.assignment for e in record.of(Evaluated) if (e.replica, e.position) == (1, 0)]
     assert shares[0] == "r0: 0-1\nr1: 2-3\nr2: 4-5"
     assert shares[2:4] == ["r1: 2-3, 0\nr2: 4-5, 1", "r1: 0-2\nr2: 3-5"]
 
@@ -272,7 +271,7 @@ def test_a_checkpoint_moves_both_ways_between_plain_megatron_and_ours(
     command = job.recover(3, tmp_path / "first", *half, *words["ours"], *faults)
     code, output = run(command, "first-ours")
     assert code == 0, output
-    assert RunRecord(tmp_path / "first").survivors == [0, 2]
+    assert AuditedRun(tmp_path / "first").survivors == [0, 2]
 
     code, output = run(replace(job, extra=("--load", *words["ours"])).plain(), "then-plain")
     assert code == 0, output
@@ -284,7 +283,7 @@ def test_a_checkpoint_moves_both_ways_between_plain_megatron_and_ours(
     command = job.recover(2, tmp_path / "then", "--load", *words["plain"], *faults)
     code, output = run(command, "then-ours")
     assert code == 0, output
-    record = RunRecord(tmp_path / "then")
+    record = AuditedRun(tmp_path / "then")
     assert record.survivors == [1]
     assert max_difference(record.losses, {i: whole.losses[i] for i in record.losses}) <= LOSS_LIMIT
 
@@ -299,9 +298,9 @@ def test_a_save_that_fails_costs_nothing_and_is_tried_again(train, tmp_path, dat
     log, record = train.recovered(job, 3, *words, "full:0.0@3:forward,0.1@7:forward")
     assert_same_training(log, plain)
     assert record.survivors == [1, 2]
-    failures = record.of("save_failed")
-    assert [(e["replica"], e["iteration"]) for e in failures] == [(0, 4), (0, 6)]
-    assert "Worker failure" in failures[0]["reason"]
+    failures = record.of(SaveFailed)
+    assert [(e.replica, e.iteration) for e in failures] == [(0, 4), (0, 6)]
+    assert "Worker failure" in failures[0].reason
     output = (record.directory / "log.r0.p0.txt").read_text()
     assert "no checkpoint of iteration 4: " in output
     kept = sorted(p.name for p in save.iterdir())
@@ -315,9 +314,9 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_save(train, tmp_pat
     words = ("--save", str(tmp_path / "file" / "checkpoint"), "--save-interval", "2")
     _, record = train.recovered(job, 2, *words)
     assert record.survivors == [0, 1]
-    failures = record.of("save_failed")
-    assert [(e["replica"], e["iteration"]) for e in failures] == [(0, 2), (0, 4)]
-    assert "Not a directory" in failures[0]["reason"]
+    failures = record.of(SaveFailed)
+    assert [(e.replica, e.iteration) for e in failures] == [(0, 2), (0, 4)]
+    assert "Not a directory" in failures[0].reason
 
 
 def test_the_last_save_is_repeated_if_its_replica_is_killed_in_it_and_no_helper_stays(
@@ -350,11 +349,9 @@ def test_an_exit_by_time_is_agreed_across_replicas(run, tmp_path, data_prefix, s
     limit = ("--exit-duration-in-mins", "0.2", "--save", str(save), "--save-interval", "100000")
     code, output = run(job.recover(2, folder, *limit, *OPTIONS), "recover")
     assert code == 0, output
-    record = RunRecord(folder)
+    record = AuditedRun(folder)
     assert record.survivors == [0, 1]
-    last = {
-        r: max(e["iteration"] for e in record.of("committed") if e["replica"] == r) for r in (0, 1)
-    }
+    last = {r: max(e.iteration for e in record.of(Committed) if e.replica == r) for r in (0, 1)}
     assert last[0] == last[1] < 4000
     assert int((save / "latest_checkpointed_iteration.txt").read_text()) == last[0]
 
@@ -367,7 +364,7 @@ def test_sigterm_ends_the_whole_job_with_a_checkpoint_and_code_4(
     command = job.recover(2, folder, "--save", save, "--save-interval", "1000")
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
-    while not any(e["event"] == "committed" for e in read_traces(folder)):
+    while not any(isinstance(e, Committed) for e in read_traces(folder)):
         assert process.poll() is None
         time.sleep(0.05)
     process.terminate()
@@ -375,7 +372,7 @@ def test_sigterm_ends_the_whole_job_with_a_checkpoint_and_code_4(
     output = (tmp_path / "log").read_text()
     (stopped,) = re.findall(r"stopped: by a signal, after iteration (\d+); the checkpoint", output)
     assert (Path(save) / "latest_checkpointed_iteration.txt").read_text().strip() == stopped
-    record = RunRecord(folder)
+    record = AuditedRun(folder)
     assert max(record.commits) == int(stopped)
     assert record.survivors == [0, 1]
 
@@ -399,7 +396,7 @@ def test_the_same_nan_on_a_second_replica_stops_the_job_with_the_samples(
     assert code == EXIT_UNRECOVERABLE, output
     assert "NaN or infinity in microbatches [2, 3] on a second replica" in output
     assert "Look at samples [8, 9]; iteration 1 is the last that was committed" in output
-    assert RunRecord(tmp_path / "run").survivors == [0, 2]
+    assert AuditedRun(tmp_path / "run").survivors == [0, 2]
 
 
 @pytest.mark.timeout(600)

@@ -9,10 +9,10 @@ import argparse
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import log2
 from pathlib import Path
 from typing import Any
 
+from recover_megatron import plots
 from recover_megatron.config import POLICIES
 from recover_megatron.errors import ConfigError
 from recover_megatron.goodput.costs import Growth, Job, Recover, Restart, System
@@ -209,22 +209,7 @@ def _print(outcomes: Sequence[Outcome]) -> None:
 
 def plot(outcomes: Sequence[Outcome], notes: Sequence[str], path: Path) -> None:
     """Goodput against GPUs, one line for each system, the assumptions beneath."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.6 + 0.17 * len(notes)), layout="constrained")
-    axes = figure.add_subplot()
-    for name in dict.fromkeys(o.system for o in outcomes):
-        mine = [o for o in outcomes if o.system == name]
-        axes.plot([o.gpus for o in mine], [100 * o.goodput for o in mine], "o-", label=name)
-    sizes = sorted({o.gpus for o in outcomes})
-    if len(sizes) > 1 and log2(sizes[-1] / sizes[0]) > 2:
-        axes.set_xscale("log")
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    axes.minorticks_off()
-    axes.set_xlabel("GPUs")
-    axes.set_ylabel("goodput, % of the machine without failures")
-    axes.set_ylim(0, 102)
-    axes.set_title("simulated, not measured")
-    axes.legend(loc="lower left")
-    figure.supxlabel("\n".join(notes), fontsize=7, x=0.02, ha="left")
-    figure.savefig(path, dpi=120)
+    lines: dict[str, dict[int, float]] = {}
+    for outcome in outcomes:
+        lines.setdefault(outcome.system, {})[outcome.gpus] = 100 * outcome.goodput
+    plots.goodput(lines, notes, "simulated, not measured", path)

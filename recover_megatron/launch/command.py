@@ -32,8 +32,9 @@ from recover_megatron.launch.mpirun import mpirun_command, run_mpirun, wait_for_
 from recover_megatron.launch.run_config import RunConfig, check_flags, load
 from recover_megatron.launch.stall import StallReport
 from recover_megatron.launch.start_watch import StartWatch, put_aside
-from recover_megatron.launch.verdict import exit_code, has_committed
+from recover_megatron.launch.verdict import exit_code
 from recover_megatron.record.run_folder import fresh_run_folder
+from recover_megatron.record.run_record import has_committed
 from recover_megatron.session.arguments import TRACE_FLAG, take_flag
 from recover_megatron.session.exits import EXIT_NOBODY, EXIT_TOO_FEW
 from recover_megatron.session.job import Job

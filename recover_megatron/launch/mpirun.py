@@ -27,7 +27,7 @@ from recover_megatron.collectives.fabric.plan import EAGER_BYTES
 from recover_megatron.collectives.membership.watchdog import end_with_parent
 from recover_megatron.console import say
 from recover_megatron.errors import ConfigError
-from recover_megatron.launch.verdict import has_committed
+from recover_megatron.record.run_record import has_committed
 from recover_megatron.session.exits import STOP_SIGNAL
 from recover_megatron.session.job import Job
 

@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from recover_megatron.console import say
-from recover_megatron.trace import BEGAN, parse_events, trace_path
+from recover_megatron.record.run_record import RunRecord, TraceTail
+from recover_megatron.trace import BEGAN
 from recover_megatron.world import ReplicaLayout
 
 Wait = Callable[["subprocess.Popen[bytes]"], int]
@@ -38,7 +38,7 @@ class StartWatch(threading.Thread):
         super().__init__(name="recover-start-watch", daemon=True)
         self.failed = ""
         self._mpirun: subprocess.Popen[bytes] | None = None
-        self._run_dir = run_dir
+        self._tail, self._record = TraceTail(run_dir), RunRecord()
         self._layout = layout
         self._began = job_folder / BEGAN
         self._processes: dict[int, psutil.Process] = {}  # of the ranks that mpirun itself started
@@ -69,11 +69,11 @@ class StartWatch(threading.Thread):
         since = 0.0
         while not self._stop_asked.wait(_POLL_S) and mpirun.poll() is None:
             self._look_at_processes(mpirun)
-            heads = {rank: self._events(rank) for rank in range(self._layout.ranks)}
-            if self._began.exists() or any(_has(events, "started") for events in heads.values()):
+            self._record.feed(self._tail.new_events())
+            if self._began.exists() or self._record.started:
                 return
-            for rank in set(heads) - set(dead):
-                if how := self._death(rank, heads[rank]):
+            for rank in set(range(self._layout.ranks)) - set(dead):
+                if how := self._death(rank):
                     dead[rank] = how
                     since = since or time.monotonic()
             late = dead and time.monotonic() - since > _OTHERS_S
@@ -90,22 +90,15 @@ class StartWatch(threading.Thread):
         except psutil.Error:
             return  # it has just ended; the next look tells
 
-    def _death(self, rank: int, events: list[dict[str, Any]]) -> str:
-        for event in events:
-            if event["event"] == "died":
-                return str(event["reason"])
+    def _death(self, rank: int) -> str:
+        place = self._layout.replica_of(rank), self._layout.position_of(rank)
+        for event in self._record.deaths:
+            if event.place == place:
+                return event.reason
         process = self._processes.get(rank)
         if process is not None and not _runs(process):
             return "its process has ended"
         return ""
-
-    def _events(self, rank: int) -> list[dict[str, Any]]:
-        layout = self._layout
-        path = trace_path(self._run_dir, layout.replica_of(rank), layout.position_of(rank))
-        try:
-            return list(parse_events(path.read_bytes().splitlines()))
-        except OSError:
-            return []
 
     def _give_up(self, mpirun: subprocess.Popen[bytes], dead: dict[int, str]) -> None:
         rank = min(dead)
@@ -119,10 +112,6 @@ class StartWatch(threading.Thread):
             mpirun.wait(_KILL_S)
         except subprocess.TimeoutExpired:
             mpirun.kill()
-
-
-def _has(events: list[dict[str, Any]], kind: str) -> bool:
-    return any(event["event"] == kind for event in events)
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -14,10 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from recover_megatron import plots
 from recover_megatron.console import say
 from recover_megatron.errors import ConfigError
+from recover_megatron.record.audit import AuditedRun, missing_samples
 from recover_megatron.record.run_folder import newest_run
-from recover_megatron.record.run_record import RunRecord, missing_samples
 
 _LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+) .*?lm loss value: ([-+.\dEe]+)")
@@ -35,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        record = RunRecord(newest_run(Path(args.run)))
+        record = AuditedRun(newest_run(Path(args.run)))
         is_run = Path(args.reference).is_dir()
-        reference = RunRecord(newest_run(Path(args.reference))) if is_run else None
+        reference = AuditedRun(newest_run(Path(args.reference))) if is_run else None
         losses = reference.losses if reference else read_log(Path(args.reference)).losses
         common = sorted(set(record.losses) & set(losses))
         if not common:
@@ -97,25 +98,25 @@ def read_log(path: Path) -> Log:
 
 
 def summarize(
-    record: RunRecord,
+    record: AuditedRun,
     reference_losses: Mapping[int, float],
-    reference: RunRecord | None,
+    reference: AuditedRun | None,
     tokens_per_iteration: int,
 ) -> dict[str, Any]:
     """The facts of summary.json. `reference` gives the failure-free run's sample ids."""
     commits = record.commits
     shared = set(record.losses) & set(reference_losses)
-    rates = tokens_per_second(record, tokens_per_iteration)
+    rates = record.tokens_per_second(tokens_per_iteration)
     return {
         "iterations": len(commits),
         "compared_iterations": len(shared),
-        "microbatches_per_iteration": next(iter(commits.values()))["microbatches"],
-        "committed_microbatches": [e["microbatches"] for e in commits.values()],
+        "microbatches_per_iteration": next(iter(commits.values())).microbatches,
+        "committed_microbatches": [commit.microbatches for commit in commits.values()],
         "samples_identical": samples_identical(record, reference) if reference else None,
         "max_abs_loss_difference": max_difference(
             {i: record.losses[i] for i in shared}, {i: reference_losses[i] for i in shared}
         ),
-        "replicas_start": record.replicas_start,
+        "replicas_start": len(record.replicas),
         "replicas_end": len(record.survivors),
         "parameters_bitwise_equal": record.parameters_bitwise_equal,
         "recoveries": [r.as_dict() for r in record.recoveries],
@@ -123,7 +124,7 @@ def summarize(
     }
 
 
-def samples_identical(record: RunRecord, reference: RunRecord) -> bool:
+def samples_identical(record: AuditedRun, reference: AuditedRun) -> bool:
     """Of the iterations that both have committed."""
     mine, theirs = record.samples, reference.samples
     shared = set(mine) & set(theirs)
@@ -140,73 +141,24 @@ def max_difference(losses: Mapping[int, float], reference: Mapping[int, float]) 
     return max(abs(losses[i] - reference[i]) for i in losses)
 
 
-def tokens_per_second(record: RunRecord, tokens_per_iteration: int) -> dict[int, float]:
-    """By iteration, from commit to commit, recovery included; the first has no predecessor."""
-    times = {i: e["time"] for i, e in record.commits.items()}
-    return {
-        i: tokens_per_iteration / (times[i] - times[i - 1])
-        for i in times
-        if i - 1 in times and tokens_per_iteration
-    }
-
-
 def write_summary(summary: Mapping[str, Any], folder: Path) -> None:
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
 
 def plot(
-    record: RunRecord, reference: Mapping[int, float], tokens_per_iteration: int, path: Path
+    record: AuditedRun, reference: Mapping[int, float], tokens_per_iteration: int, path: Path
 ) -> None:
-    """Four panels over the iterations; a vertical line marks each recovery."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import MaxNLocator
-
-    iterations = sorted(record.losses)
-    figure, panels = plt.subplots(
-        4, 1, figsize=(8, 10), sharex=True, height_ratios=(3, 1.4, 1, 1.4)
+    """report.png: four panels over the iterations; a vertical line marks each recovery."""
+    marks = [
+        (r.iteration, f"replica {', '.join(map(str, r.replicas_lost))} lost in {r.phase}")
+        for r in record.recoveries
+        if r.iteration is not None
+    ]
+    runs = plots.Comparison(
+        losses=record.losses,
+        reference=reference,
+        live={i: len(commit.replicas) for i, commit in record.commits.items()},
+        rates=record.tokens_per_second(tokens_per_iteration),
+        marks=marks,
     )
-    loss, difference, live, rate = panels
-    loss.plot(sorted(reference), [reference[i] for i in sorted(reference)], "k-", lw=3, alpha=0.3)
-    loss.plot(iterations, [record.losses[i] for i in iterations], "C0-", lw=1.2)
-    loss.legend(["without failures", "with failures"])
-    loss.set_ylabel("lm loss")
-    shared = [i for i in iterations if i in reference]
-    difference.plot(shared, [record.losses[i] - reference[i] for i in shared], "C3.-", lw=0.8)
-    difference.axhline(0, color="k", lw=0.5)
-    difference.set_ylabel("loss difference")
-    difference.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    counts = [len(record.assignment(i).replicas) for i in record.commits]
-    live.step(list(record.commits), counts, "C2-", where="mid")
-    live.set_ylim(0, record.replicas_start + 0.5)
-    live.set_ylabel("live replicas")
-    rates = tokens_per_second(record, tokens_per_iteration)
-    rate.plot(list(rates), list(rates.values()), "C4.-", lw=0.8)
-    rate.set_ylabel("tokens/s")
-    rate.set_ylim(bottom=0)
-    rate.set_xlabel("iteration")
-    rate.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for recovery in record.recoveries:
-        if recovery.iteration is None:
-            continue
-        for panel in panels:
-            panel.axvline(recovery.iteration, color="C1", ls=":", lw=1)
-        lost = ", ".join(map(str, recovery.replicas_lost))
-        loss.annotate(
-            f"replica {lost} lost in {recovery.phase}",
-            (recovery.iteration, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, -6),
-            textcoords="offset points",
-            rotation=90,
-            va="top",
-            fontsize=8,
-            color="C1",
-            bbox={"fc": "white", "ec": "none", "alpha": 0.8, "pad": 1},
-        )
-    figure.align_ylabels()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    path.write_bytes(plots.png(plots.comparison(runs)))

@@ -1,223 +1,264 @@
-"""What a run's traces say happened: losses, samples, commits, recoveries, and broken invariants."""
+"""A run, told by its traces one event at a time: the one model that all who ask about runs share.
+
+`status`, `report`, `compare`, the launcher's stall report and its verdict feed it and ask it. What
+needs every event (which samples were read, which invariants were broken) is in audit.py.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from recover_megatron.trace import read_traces
+from recover_megatron.events import (
+    Committed,
+    Computed,
+    Died,
+    Event,
+    FaultInjected,
+    Fetched,
+    Finished,
+    Loss,
+    Parameters,
+    Place,
+    Repaired,
+    Rescued,
+    SaveFailed,
+    Started,
+    SyncFailed,
+    Training,
+)
+from recover_megatron.trace import parse_events, read_traces
 from recover_megatron.workload.assignment import Assignment, parse
 
-Event = dict[str, Any]
+_WINDOW = 20  # commits over which a speed is taken
+# Events by which one sees how far a rank has come.
+_TELLING = (Started, Committed, Loss, Parameters, Fetched, Computed, SyncFailed, Repaired)
 
 
 @dataclass(frozen=True)
-class Recovery:
-    """One membership change. Times in seconds, None where the cause left no trace."""
+class Commit:
+    """One iteration, as the lowest rank that traced it saw it."""
 
+    time: float
+    microbatches: int
+    assignment: Assignment
+    place: Place
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return self.assignment.replicas
+
+
+@dataclass
+class LostReplica:
+    """A replica that a repair has left out. `iteration` is the last that was committed with it."""
+
+    replica: int
+    hosts: tuple[str, ...]
     iteration: int | None
-    phase: str | None  # in which the fault was injected
-    replicas_lost: list[int]
-    detect_s: float | None  # fault to the first survivor that noticed it
-    repair_s: float  # noticed by the training thread to an agreed new world
-    redo_s: float | None  # new world to commit: what was owed is computed and all reduced again
-    reassigned_microbatches: int
-    live_microbatches_recomputed: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    time: float
+    repair_s: float
+    cause: str
 
 
 class RunRecord:
-    """Reads a run folder's traces once."""
+    """Feed it a run's events, those of one rank in their order; ask it at any time."""
 
-    def __init__(self, directory: str | Path):
-        self.directory = Path(directory)
-        self.events: list[Event] = sorted(read_traces(directory), key=lambda e: e["time"])
-        if not self.events:
-            raise ValueError(f"{directory} holds no traces; was it run with --recover-trace-dir?")
+    def __init__(self) -> None:
+        self.training = Training()
+        self.started: dict[Place, Started] = {}
+        self.commits: dict[int, Commit] = {}  # by iteration
+        self.losses: dict[int, float] = {}  # "lm loss" by iteration; all ranks traced the same
+        self.lost: dict[int, LostReplica] = {}
+        self.deaths: list[Died] = []
+        self.finished: dict[Place, Finished] = {}
+        self.rescued: Rescued | None = None
+        self.save_failures = 0
+        self.last: dict[Place, Event] = {}  # what each rank traced last of what tells how far it is
+        self.last_committers: set[int] = set()  # replicas that traced the last committed iteration
+        self._said: dict[int, list[tuple[float, str]]] = {}
+        self._recent: deque[int] = deque(maxlen=_WINDOW)
 
-    def of(self, *kinds: str) -> list[Event]:
-        return [e for e in self.events if e["event"] in kinds]
+    @classmethod
+    def read(cls, directory: str | Path) -> RunRecord:
+        """Of all that a run has traced so far."""
+        record = cls()
+        record.feed(sorted(read_traces(directory), key=lambda event: event.time))
+        return record
 
-    @cached_property
-    def finished(self) -> list[Event]:
-        return self.of("finished")
+    def feed(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, _TELLING):
+                self.last[event.place] = event
+            match event:
+                case Started():
+                    self.started[event.place] = event
+                case Training():
+                    self.training = event
+                case Committed():
+                    self._commit(event)
+                case Loss():
+                    if "lm loss" in event.losses:
+                        self.losses[event.iteration] = event.losses["lm loss"]
+                case Repaired():
+                    self._lose(event)
+                case FaultInjected():
+                    self._says(event, f"injected: {event.fault}")
+                case Died():
+                    self.deaths.append(event)
+                    self._says(event, event.reason)
+                case SaveFailed():
+                    self.save_failures += 1
+                case Rescued():
+                    self.rescued = event
+                case Finished():
+                    self.finished[event.place] = event
+
+    # --- what is asked -------------------------------------------------------------------------
+
+    @property
+    def iteration(self) -> int:
+        """The last that was committed; 0 for none."""
+        return max(self.commits, default=0)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """With which the run started."""
+        return tuple(sorted({replica for replica, _ in self.started}))
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return 1 + max((position for _, position in self.started), default=0)
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        return tuple(r for r in self.replicas if r not in self.lost)
 
     @property
     def survivors(self) -> list[int]:
         """The replicas that reached the end, all of whose ranks say so."""
-        ended = Counter(e["replica"] for e in self.finished)
-        per_replica = 1 + max(e["position"] for e in self.of("started"))
-        return sorted(r for r, n in ended.items() if n == per_replica)
+        whole = range(self.ranks_per_replica)
+        return [r for r in self.replicas if all((r, p) in self.finished for p in whole)]
 
     @property
-    def replicas_start(self) -> int:
-        return len({e["replica"] for e in self.of("started")})
+    def exit_code(self) -> int | None:
+        """As any rank traced it; None if none has ended in order yet."""
+        return next((event.code for event in self.finished.values()), None)
 
-    @cached_property
-    def losses(self) -> dict[int, float]:
-        """ "lm loss" by iteration; every live replica traced the same number."""
-        return {e["iteration"]: e["losses"]["lm loss"] for e in self.of("loss")}
+    def tokens(self, iteration: int) -> int | None:
+        """Committed by this iteration; None where that was not traced."""
+        training = self.training
+        if training.tokens_per_sample is None or training.samples_per_microbatch is None:
+            return None
+        samples = self.commits[iteration].microbatches * training.samples_per_microbatch
+        return samples * training.tokens_per_sample
 
-    @cached_property
-    def commits(self) -> dict[int, Event]:
-        """By iteration, as the lowest replica that traced it saw it."""
-        found: dict[int, Event] = {}
-        for e in self.of("committed"):
-            best = found.get(e["iteration"])
-            if best is None or (e["replica"], e["position"]) < (best["replica"], best["position"]):
-                found[e["iteration"]] = e
-        return dict(sorted(found.items()))
+    def seconds(self, iteration: int) -> float | None:
+        """From the commit before to this one, recovery included; the first has no predecessor."""
+        if iteration not in self.commits or iteration - 1 not in self.commits:
+            return None
+        return self.commits[iteration].time - self.commits[iteration - 1].time
 
-    def assignment(self, iteration: int) -> Assignment:
-        return parse(self.commits[iteration]["assignment"])
+    def tokens_per_second(self, tokens_per_iteration: int = 0) -> dict[int, float]:
+        """By iteration. The number of tokens is the traced one unless it is given; without either
+        it is empty."""
+        rates = {}
+        for iteration in sorted(self.commits):
+            tokens = tokens_per_iteration or self.tokens(iteration)
+            seconds = self.seconds(iteration)
+            if tokens and seconds is not None:
+                rates[iteration] = tokens / max(1e-9, seconds)
+        return rates
 
-    @cached_property
-    def samples(self) -> dict[int, tuple[int, ...]]:
-        """Dataset indices whose gradients each iteration committed, as they were really fetched."""
-        # Every rank that reads data says so: the ends of the pipeline read the same samples, the
-        # data-parallel ranks inside a replica different ones. A replica reads in its share's order.
-        fetched: dict[tuple[int, int], dict[int, list[list[int]]]] = defaultdict(dict)
-        for e in self.of("fetched"):
-            if None not in e["samples"]:
-                by_position = fetched[e["iteration"], e["replica"]]
-                by_position.setdefault(e["position"], []).extend(e["samples"])
-        return {
-            iteration: tuple(
-                sorted(
-                    sample
-                    for replica, ids in self.assignment(iteration).shares
-                    for place in range(len(ids))
-                    for sample in _samples_at(place, fetched[iteration, replica])
+    @property
+    def seconds_per_iteration(self) -> float | None:
+        """Over the last commits; recoveries count."""
+        known = sorted(self._recent)
+        if len(known) < 2:
+            return None
+        took = self.commits[known[-1]].time - self.commits[known[0]].time
+        return took / (known[-1] - known[0]) if known[-1] > known[0] else None
+
+    @property
+    def present_tokens_per_second(self) -> float | None:
+        """As `seconds_per_iteration`."""
+        seconds, tokens = self.seconds_per_iteration, None
+        if self.commits:
+            tokens = self.tokens(self.iteration)
+        return tokens / seconds if tokens and seconds else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        seconds, last = self.seconds_per_iteration, self.training.train_iters
+        return None if seconds is None or last is None else seconds * max(0, last - self.iteration)
+
+    # --- events --------------------------------------------------------------------------------
+
+    def _commit(self, event: Committed) -> None:
+        iteration = event.iteration
+        if iteration > self.iteration:
+            self.last_committers = set()
+        if iteration >= self.iteration:
+            self.last_committers.add(event.replica)
+        known = self.commits.get(iteration)
+        if known is None:
+            self._recent.append(iteration)
+        if known is None or event.place < known.place:
+            assignment = parse(event.assignment)
+            commit = Commit(event.time, event.microbatches, assignment, event.place)
+            self.commits[iteration] = commit
+
+    def _lose(self, event: Repaired) -> None:
+        for replica in event.replicas_lost:
+            if replica not in self.lost:
+                held = [i for i, commit in self.commits.items() if replica in commit.replicas]
+                hosts = {s.host for (r, _), s in self.started.items() if r == replica}
+                self.lost[replica] = LostReplica(
+                    replica=replica,
+                    hosts=tuple(sorted(hosts)),
+                    iteration=max(held, default=None),
+                    time=event.time,
+                    repair_s=event.repair_s,
+                    cause=self._cause(replica),
                 )
-            )
-            for iteration in self.commits
-        }
 
-    @cached_property
-    def recoveries(self) -> list[Recovery]:
-        """Membership changes as the lowest survivor saw them."""
-        if not self.survivors:
-            return []
-        witness = min(self.survivors)
-        repaired = [
-            e for e in self.of("repaired") if e["replica"] == witness and e["position"] == 0
-        ]
-        return [self._recovery(e) for e in repaired]
+    def _says(self, event: Event, text: str) -> None:
+        self._said.setdefault(event.replica, []).append((event.time, text))
+        if event.replica in self.lost:
+            self.lost[event.replica].cause = self._cause(event.replica)
 
-    def _recovery(self, repaired: Event) -> Recovery:
-        lost, epoch = repaired["replicas_lost"], repaired["world_epoch"]
-        faults = [e for e in self.of("fault") if e["replica"] in lost]
-        began = faults[0]["time"] if faults else None
-        noticed = [
-            e["time"]
-            for e in self.of("peer_failed", "sync_failed")
-            if began is not None and e["time"] >= began and e["replica"] not in lost
-        ]
-        iteration = repaired["iteration"]
-        again = [
-            e
-            for e in self.of("computed")
-            if e["world_epoch"] == epoch and e["iteration"] == iteration and e["position"] == 0
-        ]
-        commit = self.commits.get(iteration) if iteration is not None else None
-        return Recovery(
-            iteration=iteration,
-            phase=faults[0]["phase"] if faults else None,
-            replicas_lost=lost,
-            detect_s=min(noticed) - began if noticed and began is not None else None,
-            repair_s=repaired["repair_s"],
-            redo_s=commit["time"] - repaired["time"] if commit else None,
-            reassigned_microbatches=sum(len(e["microbatches"]) for e in again),
-            live_microbatches_recomputed=self._recomputed(iteration),
-        )
-
-    def _recomputed(self, iteration: int | None) -> int:
-        """Microbatches of an iteration computed again although a live replica held them."""
-        if iteration is None or iteration not in self.commits:
-            return 0
-        live = self.assignment(iteration).replicas
-        times: Counter[int] = Counter()
-        for e in self.of("computed"):
-            if e["iteration"] == iteration and e["position"] == 0 and e["replica"] in live:
-                times.update(e["microbatches"])  # what was withheld has no id
-        return sum(n - 1 for n in times.values())
-
-    def violations(self, iterations: int, microbatches: int | Mapping[int, int]) -> list[str]:
-        """Which of the design's invariants I1 to I5 this run broke, in words; empty if none.
-        `microbatches` is B, by iteration where it changes (batch-size ramp-up)."""
-        broken: list[str] = []
-        if sorted(self.commits) != list(range(1, iterations + 1)):
-            broken.append(f"I4: committed iterations {sorted(self.commits)}, not 1..{iterations}")
-        if not self.survivors:
-            broken.append("I4: no replica reached the end")
-        for e in self.of("committed"):
-            due = microbatches
-            if not isinstance(due, int):
-                due = due[e["iteration"]]
-            if e["microbatches"] != due:
-                broken.append(f"I1: {_where(e)} committed {e['microbatches']}, not {due}")
-            if e["bucket_epochs"] != [e["world_epoch"]]:
-                broken.append(f"I3: {_where(e)} mixed world epochs {e['bucket_epochs']}")
-        broken += self._disagreements("committed", "assignment", "iteration", "I1")
-        broken += self._disagreements("repaired", "replicas", "world_epoch", "I5")
-        broken += self._parameter_differences()
-        for recovery in self.recoveries:
-            if recovery.live_microbatches_recomputed:
-                broken.append(f"live microbatches were computed again: {recovery}")
-        return broken
-
-    def _disagreements(self, kind: str, fact: str, key: str, name: str) -> list[str]:
-        """All ranks that traced the same thing must have traced the same value."""
-        seen: dict[Any, set[str]] = defaultdict(set)
-        for e in self.of(kind):
-            if kind != "repaired" or e["replica"] in self.survivors:
-                seen[e[key]].add(str(e[fact]))
-        return [
-            f"{name}: ranks disagree on {fact} of {key} {at}: {sorted(values)}"
-            for at, values in seen.items()
-            if len(values) > 1
-        ]
-
-    def _parameter_differences(self) -> list[str]:
-        prints: dict[tuple[int, int], set[str]] = defaultdict(set)
-        for e in self.of("parameters"):
-            prints[e["iteration"], e["position"]].add(e["fingerprint"])
-        return [
-            f"I2: parameters of position {p} differ after iteration {i}"
-            for (i, p), found in prints.items()
-            if len(found) > 1
-        ]
-
-    @property
-    def parameters_bitwise_equal(self) -> bool | None:
-        """None if the run never compared them (--recover-check-replicas-interval)."""
-        return not self._parameter_differences() if self.of("parameters") else None
+    def _cause(self, replica: int) -> str:
+        """The first of its ranks that said anything; a SIGKILL from outside says nothing, and the
+        others then name it."""
+        said = sorted(self._said.get(replica, []))
+        return said[0][1].splitlines()[0] if said else "no last words (killed, or its host lost)"
 
 
-def _samples_at(place: int, by_position: dict[int, list[list[int]]]) -> set[int]:
-    """What a replica's ranks read for the microbatch at `place` of its share; {-1} if nothing."""
-    read = [
-        microbatches[place] for microbatches in by_position.values() if place < len(microbatches)
-    ]
-    return set().union(*read) if read else {-1}
+class TraceTail:
+    """Reads a run folder's traces, each line once."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._read: dict[Path, int] = {}
+
+    def new_events(self) -> list[Event]:
+        """What was written since the last call, by time; a line that is not yet complete waits."""
+        events: list[Event] = []
+        for path in sorted(self._directory.glob("trace.r*.p*.jsonl")):
+            try:
+                with path.open("rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    text = file.read()
+            except OSError:  # it has just been moved away, or cannot be read now
+                continue
+            whole = text[: text.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            events += parse_events(whole.splitlines())
+        return sorted(events, key=lambda event: event.time)
 
 
-def _where(event: Event) -> str:
-    return f"iteration {event['iteration']} at replica {event['replica']}.{event['position']}"
-
-
-def last_iteration(directory: str | Path) -> int:
-    """The last that a run has committed so far; 0 for none."""
-    committed = (e["iteration"] for e in read_traces(directory) if e["event"] == "committed")
-    return max(committed, default=0)
-
-
-def missing_samples(samples: Iterable[int]) -> bool:
-    """True if a committed microbatch has no record of what was fetched for it."""
-    return any(sample < 0 for sample in samples)
+def has_committed(directory: str | Path) -> bool:
+    """Whether a run has committed any iteration so far; reads no more than it must."""
+    return any(isinstance(event, Committed) for event in read_traces(directory))

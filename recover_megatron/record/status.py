@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from recover_megatron.errors import ConfigError
-from recover_megatron.record.progress import Progress, TraceTail
 from recover_megatron.record.run_folder import newest_run
+from recover_megatron.record.run_record import RunRecord, TraceTail
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +26,11 @@ def run(args: argparse.Namespace) -> int:
     args.run_dir = newest_run(args.run_dir)
     if not any(args.run_dir.glob("trace.r*.p*.jsonl")):
         raise ConfigError(f"{args.run_dir} is no run folder: there are no traces in it")
-    progress, tail, console = Progress(), TraceTail(args.run_dir), Console()
+    record, tail, console = RunRecord(), TraceTail(args.run_dir), Console()
 
     def look() -> RenderableType:
-        progress.feed(tail.new_events())
-        return page(progress, args.run_dir, time.time())
+        record.feed(tail.new_events())
+        return page(record, args.run_dir, time.time())
 
     if args.once or not console.is_terminal:
         console.print(look())
@@ -43,16 +43,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def page(progress: Progress, run_dir: Path, now: float) -> RenderableType:
+def page(record: RunRecord, run_dir: Path, now: float) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
-    for name, value in _facts(progress, run_dir, now):
+    for name, value in _facts(record, run_dir, now):
         facts.add_row(Text(name, style="dim"), value)
-    if not progress.lost:
+    if not record.lost:
         return facts
     losses = Table(title="lost replicas", title_justify="left", box=None, padding=(0, 2))
     for column in ("replica", "host", "last iteration", "at", "repaired in", "cause"):
         losses.add_column(column, overflow="fold")
-    for loss in sorted(progress.lost.values(), key=lambda x: x.time):
+    for loss in sorted(record.lost.values(), key=lambda x: x.time):
         at = time.strftime("%H:%M:%S", time.localtime(loss.time))
         last = "none" if loss.iteration is None else str(loss.iteration)
         took = f"{1000 * loss.repair_s:.0f} ms"
@@ -61,28 +61,30 @@ def page(progress: Progress, run_dir: Path, now: float) -> RenderableType:
     return Group(facts, Text(""), losses)
 
 
-def _facts(progress: Progress, run_dir: Path, now: float) -> list[tuple[str, str]]:
-    of = f" of {progress.train_iters}" if progress.train_iters else ""
+def _facts(record: RunRecord, run_dir: Path, now: float) -> list[tuple[str, str]]:
+    of = f" of {record.training.train_iters}" if record.training.train_iters else ""
     when = ""
-    if progress.commits:
-        when = f", {now - progress.commits[progress.iteration][0]:.0f} s ago"
-    loss = progress.losses.get(progress.iteration)
-    rate, seconds = progress.tokens_per_second, progress.seconds_per_iteration
-    left, live = progress.seconds_left, progress.live
-    ranks = len(live) * progress.ranks_per_replica
+    if record.commits:
+        when = f", {now - record.commits[record.iteration].time:.0f} s ago"
+    loss = record.losses.get(record.iteration)
+    rate, seconds = record.present_tokens_per_second, record.seconds_per_iteration
+    left, live = record.seconds_left, record.live
+    ranks = len(live) * record.ranks_per_replica
     rows = [
         ("run", str(run_dir)),
-        ("iteration", f"{progress.iteration}{of}{when}"),
+        ("iteration", f"{record.iteration}{of}{when}"),
         ("loss", "" if loss is None else f"{loss:.6f}"),
         ("seconds per iteration", "" if seconds is None else f"{seconds:.3f}"),
     ]
     if rate is not None:
         rows.append(("tokens/s", f"{rate:,.0f}, {rate / max(1, ranks):,.0f} per live rank"))
-    rows.append(("live replicas", f"{len(live)} of {len(progress.started)}, {progress.policy}"))
-    if progress.save_failures:
-        rows.append(("failed saves", str(progress.save_failures)))
-    if progress.exit_code is not None:
-        rows.append(("ended", f"with code {progress.exit_code}"))
+    rows.append(
+        ("live replicas", f"{len(live)} of {len(record.replicas)}, {record.training.policy}")
+    )
+    if record.save_failures:
+        rows.append(("failed saves", str(record.save_failures)))
+    if record.exit_code is not None:
+        rows.append(("ended", f"with code {record.exit_code}"))
     elif left is not None:
         rows.append(("time left", _duration(left)))
     return rows

@@ -7,6 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from recover_megatron.errors import InvariantViolation, ReplicaLost
+from recover_megatron.events import (
+    Committed,
+    Computed,
+    Evaluated,
+    Event,
+    Repaired,
+    SyncFailed,
+)
 from recover_megatron.recovery import machine
 from recover_megatron.recovery.present import PresentWorld
 from recover_megatron.recovery.snapshot import Array, Bucket, Snapshot
@@ -52,7 +60,7 @@ class Probe(Protocol):
 
     def leave(self, phase: str, index: int = 0) -> None: ...
 
-    def emit(self, event: str, **facts: Any) -> None: ...
+    def emit(self, event: Event) -> None: ...
 
 
 class Driver:
@@ -110,7 +118,7 @@ class Driver:
             sorted(i for r in state.world.replicas for i in moved(planned, state.assignment, r))
         )
         work.commit()
-        self._probe.emit("committed", iteration=step, **_facts(state))
+        self._probe.emit(Committed(iteration=step, **_facts(state)))
         return state.assignment
 
     def run_evaluation(self, microbatches: int, work: Work) -> None:
@@ -118,7 +126,7 @@ class Driver:
         the live replicas, taken over if one dies. Every live rank calls it."""
         _, state = self._run(None, microbatches, work, ExactPolicy())
         work.commit()
-        self._probe.emit("evaluated", **_facts(state))
+        self._probe.emit(Evaluated(**_facts(state)))
 
     def _run(
         self, step: int | None, microbatches: int, work: Work, policy: machine.Policy
@@ -141,12 +149,13 @@ class Driver:
                 self._compute(action, work)
                 if step is not None:
                     self._probe.emit(
-                        "computed",
-                        iteration=step,
-                        world_epoch=state.world.world_epoch,
-                        microbatches=list(action.microbatches),
-                        promoted=action.promote,
-                        withheld=list(action.withhold),
+                        Computed(
+                            iteration=step,
+                            world_epoch=state.world.world_epoch,
+                            microbatches=action.microbatches,
+                            promoted=action.promote,
+                            withheld=action.withhold,
+                        )
                     )
                 return machine.Computed(len(work.buckets()))
             case machine.Reduce(index):
@@ -173,7 +182,7 @@ class Driver:
         try:
             self._communicator.all_reduce(bucket.local, bucket.reduced)
         except ReplicaLost as lost:
-            self._probe.emit("sync_failed", iteration=step, bucket=index, reason=str(lost))
+            self._probe.emit(SyncFailed(iteration=step, bucket=index, reason=str(lost)))
             return machine.ReduceFailed(index)
         bucket.arrived()
         self._probe.leave("sync", index)
@@ -191,7 +200,7 @@ class Driver:
             try:
                 result = operation()
             except ReplicaLost as lost:
-                self._probe.emit("sync_failed", iteration=None, bucket=what, reason=str(lost))
+                self._probe.emit(SyncFailed(bucket=what, reason=str(lost)))
                 vote = False
             if self._communicator.agree(vote, what):
                 return result
@@ -211,12 +220,13 @@ class Driver:
         """Tell all who want to know that the world `before` has become the present one."""
         lost = sorted(set(before.replicas) - set(self.world.replicas))
         self._probe.emit(
-            "repaired",
-            iteration=step,
-            world_epoch=self.world.world_epoch,
-            replicas=list(self.world.replicas),
-            replicas_lost=lost,
-            repair_s=repair_s,
+            Repaired(
+                iteration=step,
+                world_epoch=self.world.world_epoch,
+                replicas=self.world.replicas,
+                replicas_lost=tuple(lost),
+                repair_s=repair_s,
+            )
         )
         self.present.tell()
 
@@ -226,5 +236,5 @@ def _facts(state: machine.State) -> dict[str, Any]:
         "world_epoch": state.world.world_epoch,
         "assignment": str(state.assignment),
         "microbatches": state.assignment.committed,
-        "bucket_epochs": sorted(set(state.reduced_under), key=str),
+        "bucket_epochs": tuple(sorted(set(state.reduced_under), key=str)),
     }

@@ -61,10 +61,10 @@ class MicrobatchFeed:
         self._fetched[microbatch] = samples
 
     @property
-    def fetched(self) -> list[list[int] | None]:
+    def fetched(self) -> tuple[tuple[int, ...] | None, ...]:
         """The dataset indices read in the last pass, by microbatch in order; None where this rank
         reads no data."""
-        return [samples or None for samples in self._fetched.values()]
+        return tuple(tuple(samples) or None for samples in self._fetched.values())
 
 
 class MicrobatchLoader:

@@ -19,9 +19,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from recover_megatron.errors import NoQuorum
+from recover_megatron.events import Died, Finished
 from recover_megatron.session.exits import write_exit_code
 from recover_megatron.session.session import Session
 
@@ -52,7 +53,7 @@ def finish(session: Session, code: int, how: str = "") -> NoReturn:
     session.driver.guarded("end", lambda: None)
     if patience is not None:
         patience.end()
-    outputs.trace.emit("finished", code=code, replicas=list(session.world.now.replicas))
+    outputs.trace.emit(Finished(code=code, replicas=session.world.now.replicas))
     watch.mates.leave()
     watch.watcher.stop()
     if outputs.console is not None:
@@ -84,7 +85,7 @@ def die(session: Session | None, error: BaseException) -> NoReturn:
         sys.stderr.flush()
         if session is not None:
             session.watchdog.last_words()
-            session.trace.emit("died", **_last_words(error, session.progress.iteration))
+            session.trace.emit(_last_words(error, session.progress.iteration))
     finally:
         os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")
@@ -148,7 +149,7 @@ def _is_last(session: Session) -> bool:
     return True
 
 
-def _last_words(error: BaseException, iteration: int) -> dict[str, Any]:
+def _last_words(error: BaseException, iteration: int) -> Died:
     """What the launcher needs to see that all replicas died of the same error."""
     frames = traceback.extract_tb(error.__traceback__)
     said = str(error).strip().splitlines()
@@ -156,9 +157,9 @@ def _last_words(error: BaseException, iteration: int) -> dict[str, Any]:
     line = (frames[-1].line or "") if frames else ""
     # A bare assert says nothing but its line.
     words = said[0] if said and said[0].strip("; ") else line
-    return {
-        "reason": f"{type(error).__name__}: {words}",
-        "exception": type(error).__name__,
-        "where": place,
-        "iteration": iteration,
-    }
+    return Died(
+        reason=f"{type(error).__name__}: {words}",
+        exception=type(error).__name__,
+        where=place,
+        iteration=iteration,
+    )

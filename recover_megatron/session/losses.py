@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 
 from recover_megatron.collectives.membership.quorum import Place
 from recover_megatron.console import Console
+from recover_megatron.events import Event, PeerFailed
 from recover_megatron.session.session import OwnRank
 from recover_megatron.world import World
 
@@ -16,13 +17,13 @@ logger = logging.getLogger(__name__)
 class SeenDead:
     """The ranks that this one saw die, in order; some at once."""
 
-    def __init__(self, emit: Callable[..., None]):
+    def __init__(self, emit: Callable[[Event], None]):
         self.groups: list[list[int]] = []
         self._emit = emit
 
     def note(self, ranks: list[int]) -> None:
         self.groups.append(ranks)
-        self._emit("peer_failed", ranks=ranks)
+        self._emit(PeerFailed(ranks=tuple(ranks)))
 
 
 class LossLine:

@@ -25,6 +25,7 @@ from recover_megatron.collectives.membership.watcher import Mates, ProvenMates, 
 from recover_megatron.config import RecoveryConfig
 from recover_megatron.console import Console, Terminal
 from recover_megatron.errors import ConfigError
+from recover_megatron.events import Started
 from recover_megatron.faults import parse_faults
 from recover_megatron.hosts.rank import HostWatch, RankOnHost
 from recover_megatron.inject import Injector
@@ -86,7 +87,7 @@ def start(
     driver = Driver(communicator, policy, world, own.replica_id, injector)
     driver.begin()
     leave_in_job_folder(BEGAN, "")
-    trace.emit("started", host=host, pid=os.getpid(), ranks=layout.ranks)
+    trace.emit(Started(host=host, pid=os.getpid(), ranks=layout.ranks))
     return Session(
         config=config,
         own=own,

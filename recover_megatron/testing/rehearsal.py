@@ -23,8 +23,8 @@ import psutil
 
 from recover_megatron.collectives.membership import watchdog
 from recover_megatron.data import prepare_data
+from recover_megatron.record.audit import AuditedRun
 from recover_megatron.record.compare import Log, read_log
-from recover_megatron.record.run_record import RunRecord
 
 SCRIPT = str(Path(__file__).resolve().parent.parent / "examples" / "gpt" / "pretrain.py")
 MEGATRON_LM_PATH = "MEGATRON_LM_PATH"
@@ -247,12 +247,12 @@ class Jobs:
         replicas: int,
         *flags: str,
         on_first: Callable[[], None] = lambda: None,
-    ) -> RunRecord:
+    ) -> AuditedRun:
         """The traces in OUT/NAME, made anew: what stood there was of an earlier rehearsal."""
         folder = self.out / name
         shutil.rmtree(folder, ignore_errors=True)
         self.run(name, job.recover(replicas, folder, *flags), on_first)
-        return RunRecord(folder)
+        return AuditedRun(folder)
 
 
 def corpus(folder: Path) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from recover_megatron.collectives.guard import GuardedCommunicator
 from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import NoQuorum
+from recover_megatron.events import Committed, Event, Repaired
 from recover_megatron.inject import Injector
 from recover_megatron.recovery.driver import Driver
 from recover_megatron.recovery.present import PresentWorld
@@ -86,13 +86,13 @@ def simulate(schedule: Schedule) -> tuple[ScriptedJob, dict[int, Outcome]]:
     def steps_of_a_rank(membership: ScriptedMembership, fabric: ScriptedFabric) -> Outcome:
         rank = membership.rank
 
-        def emit(event: str, **facts: Any) -> None:
-            if event == "committed":
-                shares = facts["assignment"].replace("\n", "; ")
-                job.say(rank, f"commits iteration {facts['iteration']}: {shares}")
-            elif event == "repaired":
-                lost = " ".join(f"r{r}" for r in facts["replicas_lost"])
-                job.say(rank, f"world epoch {facts['world_epoch']}, lost {lost}")
+        def emit(event: Event) -> None:
+            if isinstance(event, Committed):
+                shares = event.assignment.replace("\n", "; ")
+                job.say(rank, f"commits iteration {event.iteration}: {shares}")
+            elif isinstance(event, Repaired):
+                lost = " ".join(f"r{r}" for r in event.replicas_lost)
+                job.say(rank, f"world epoch {event.world_epoch}, lost {lost}")
 
         replica = layout.replica_of(rank)
         communicator = GuardedCommunicator(membership, fabric, layout, QUICK, job.proven_dead)

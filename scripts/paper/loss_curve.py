@@ -14,8 +14,8 @@ from typing import Any
 
 from experiment import write_csv, write_summary
 
+from recover_megatron.record.audit import AuditedRun
 from recover_megatron.record.compare import Log
-from recover_megatron.record.run_record import RunRecord
 from recover_megatron.testing.rehearsal import Jobs, Rehearsal, corpus
 
 EXACT_LIMIT, VERSATILE_LIMIT = 1e-5, 0.02  # the largest difference; Curve.versatile
@@ -66,7 +66,7 @@ def run(curve: Curve, jobs: Jobs) -> dict[str, Any]:
 
 
 def _write(
-    curve: Curve, reference: Log, records: dict[str, RunRecord], folder: Path
+    curve: Curve, reference: Log, records: dict[str, AuditedRun], folder: Path
 ) -> dict[str, Any]:
     losses = {"reference": reference.losses} | {p: r.losses for p, r in records.items()}
     steps = sorted(losses["reference"])
@@ -88,7 +88,7 @@ def _write(
         summary[policy] = _difference(losses["reference"], record.losses, alive) | {
             "violations": record.violations(len(steps), curve.job.microbatches),
             "parameters_bitwise_equal": record.parameters_bitwise_equal,
-            "seconds": record.commits[len(steps)]["time"] - record.commits[1]["time"],
+            "seconds": record.commits[len(steps)].time - record.commits[1].time,
         }
     summary["passed"] = (
         not any(summary[p]["violations"] for p in POLICIES)
@@ -101,7 +101,7 @@ def _write(
 
 
 def _difference(
-    reference: Mapping[int, float], losses: Mapping[int, float], record: RunRecord
+    reference: Mapping[int, float], losses: Mapping[int, float], record: AuditedRun
 ) -> dict[str, float]:
     """Mean and maximum of |loss - reference|, of all steps, and of those after the last failure;
     `mean_of_10`: of the moving average over ten steps, since `versatile` commits other samples, and

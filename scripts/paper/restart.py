@@ -18,8 +18,9 @@ from baseline import Event, History, supervise
 from devices import Devices, missing
 from experiment import write_csv, write_summary
 
+from recover_megatron.events import FaultInjected
+from recover_megatron.record.audit import AuditedRun
 from recover_megatron.record.compare import Log
-from recover_megatron.record.run_record import RunRecord
 from recover_megatron.testing.rehearsal import Jobs, Rehearsal, corpus
 
 FLAGS = ("--recover-bucket-mb", "0.2", "--recover-check-replicas-interval", "50")
@@ -70,13 +71,13 @@ def run(quick: bool, data: Path, jobs: Jobs) -> dict[str, Any]:
 
 def _recover(
     jobs: Jobs, name: str, job: Rehearsal, replicas: int, spec: str, devices: Devices
-) -> RunRecord:
+) -> AuditedRun:
     flags = (*FLAGS, "--recover-inject", spec)
     return jobs.recover(name, job, replicas, *flags, on_first=devices.place)
 
 
 def _write(
-    p: Plan, reference: Log, record: RunRecord, history: History, folder: Path
+    p: Plan, reference: Log, record: AuditedRun, history: History, folder: Path
 ) -> dict[str, Any]:
     tokens = p.job.tokens_per_iteration
     recover, restart = _after_failures(p, record), _restarted(p, history)
@@ -141,13 +142,13 @@ def _write(
     return summary
 
 
-def _faults(record: RunRecord) -> list[float]:
-    return [e["time"] for e in record.of("fault")]
+def _faults(record: AuditedRun) -> list[float]:
+    return [e.time for e in record.of(FaultInjected)]
 
 
-def _after_failures(p: Plan, record: RunRecord) -> list[float]:
+def _after_failures(p: Plan, record: AuditedRun) -> list[float]:
     """Tokens/s per live rank from each failure to the next, or to the last commit."""
-    times = [*_faults(record), record.commits[max(record.commits)]["time"]]
+    times = [*_faults(record), record.commits[max(record.commits)].time]
     done = [*p.failures, max(record.commits) + 1]
     ranks = [p.replicas - k - 1 for k in range(p.lost)]
     return [
@@ -170,12 +171,12 @@ def _restarted(p: Plan, history: History) -> list[float]:
     ]
 
 
-def _curve(p: Plan, record: RunRecord) -> list[tuple[float, int]]:
+def _curve(p: Plan, record: AuditedRun) -> list[tuple[float, int]]:
     """(rank-seconds since the first commit, iterations committed since then)."""
     spent, curve = 0.0, [(0.0, 0)]
     for i in sorted(record.commits)[1:]:
         live = len(record.assignment(i).replicas)
-        spent += live * (record.commits[i]["time"] - record.commits[i - 1]["time"])
+        spent += live * (record.commits[i].time - record.commits[i - 1].time)
         curve.append((spent, i - 1))
     return curve
 
@@ -194,22 +195,22 @@ def _at(curve: Sequence[tuple[float, int]], spent: float) -> int:
     return max(done for at, done in curve if at <= spent)
 
 
-def _rate(p: Plan, record: RunRecord, first: int, last: int) -> float:
+def _rate(p: Plan, record: AuditedRun, first: int, last: int) -> float:
     """Tokens/s per live rank between two commits, all with the same members."""
-    seconds = record.commits[last]["time"] - record.commits[first]["time"]
+    seconds = record.commits[last].time - record.commits[first].time
     live = len(record.assignment(last).replicas)
     return (last - first) * p.job.tokens_per_iteration / seconds / live
 
 
 def _throughput(
-    p: Plan, record: RunRecord
+    p: Plan, record: AuditedRun
 ) -> tuple[list[tuple[int, int, float, float]], tuple[float, float]]:
     """(replicas, G, measured, formula) in tokens/s per rank, and the fit (t_c, T_r): least squares
     of the iteration's time over G, of iterations in which nothing is lost."""
     times: dict[int, list[float]] = {}
     for i in sorted(record.commits)[2:]:
         if i not in p.failures and i - 1 not in p.failures:
-            took = record.commits[i]["time"] - record.commits[i - 1]["time"]
+            took = record.commits[i].time - record.commits[i - 1].time
             times.setdefault(len(record.assignment(i).replicas), []).append(took)
     points = [(-(-p.job.microbatches // n), median(took), n) for n, took in times.items()]
     mean_g, mean_t = fmean(g for g, _, _ in points), fmean(t for _, t, _ in points)
@@ -293,11 +294,11 @@ def _next(history: History, event: Event, kind: str, iteration: int = 0) -> Even
     return found
 
 
-def _recover_cost(record: RunRecord, n: int) -> list[Any]:
-    (fault,) = record.of("fault")
+def _recover_cost(record: AuditedRun, n: int) -> list[Any]:
+    (fault,) = record.of(FaultInjected)
     (recovery,) = record.recoveries
     parts = [
-        fault["time"] - record.commits[n]["time"],
+        fault.time - record.commits[n].time,
         recovery.detect_s or 0.0,
         recovery.repair_s + (recovery.redo_s or 0.0),
     ]

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from recover_megatron.adapters.megatron.host import Host
+from recover_megatron.events import Rescued, SaveFailed
 from recover_megatron.session.feeds import MicrobatchFeed
 from recover_megatron.session.peers import any_in_replica
 from recover_megatron.session.session import Session
@@ -220,7 +221,7 @@ class Checkpoints:
                 iteration,
                 reason,
             )
-            session.trace.emit("save_failed", iteration=iteration, reason=reason)
+            session.trace.emit(SaveFailed(iteration=iteration, reason=reason))
 
     def _no_room(self, model: Any) -> OSError | None:
         """Why this rank could not write its part of a checkpoint, None if it can. Asked before the
@@ -278,7 +279,7 @@ class Checkpoints:
         self._save_streams(iteration)
         self.save(bound, Mode.RESCUE)
         if attempt.failure is None and session.position == 0:
-            session.trace.emit("rescued", iteration=iteration, save=save)
+            session.trace.emit(Rescued(iteration=iteration, save=save))
 
     def deferring(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Around the parts of a save that write a file at position 0 alone and meet no other rank

@@ -13,6 +13,7 @@ from recover_megatron.adapters.megatron.checkpoints import Checkpoints, Mode
 from recover_megatron.adapters.megatron.host import Host
 from recover_megatron.collectives.guard import OUT_OF_TIME, SIGNALLED
 from recover_megatron.errors import StopRequested, TooFewReplicas
+from recover_megatron.events import Parameters
 from recover_megatron.session.peers import Peers
 from recover_megatron.session.session import Session
 
@@ -86,7 +87,7 @@ class Exits:
             with session.waiting_for_peers():
                 parameters = (p for chunk in model for p in chunk.parameters())
                 mine = self._peers.check_parameters(parameters, iteration)
-            session.trace.emit("parameters", iteration=iteration, fingerprint=f"{mine:014x}")
+            session.trace.emit(Parameters(iteration=iteration, fingerprint=f"{mine:014x}"))
 
     def _save_before_stop(self, bound: dict[str, Any]) -> str:
         """What the leader then says about the checkpoint."""

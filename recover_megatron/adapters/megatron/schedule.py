@@ -17,6 +17,7 @@ from recover_megatron.adapters.megatron.host import Host
 from recover_megatron.adapters.megatron.passes import FinalizeCall, Pass, padding
 from recover_megatron.adapters.megatron.randomness import BETWEEN, Randomness
 from recover_megatron.errors import Unrecoverable
+from recover_megatron.events import Fetched, Loss, Skipped, Training
 from recover_megatron.session.feeds import EvaluationFeed, MicrobatchFeed
 from recover_megatron.session.gradients import GradientBuckets
 from recover_megatron.session.iteration import Evaluation, Iteration, NanRule
@@ -115,11 +116,12 @@ class Schedules:
         session, args = self._session, self._host.args
         self._gradients = GradientBuckets(MegatronGradients(model), session.config.bucket_bytes)
         session.trace.emit(
-            "training",
-            train_iters=args.train_iters,
-            tokens_per_sample=call["seq_length"],
-            samples_per_microbatch=call["micro_batch_size"] * args.data_parallel_size,
-            policy=session.config.policy,
+            Training(
+                train_iters=args.train_iters,
+                tokens_per_sample=call["seq_length"],
+                samples_per_microbatch=call["micro_batch_size"] * args.data_parallel_size,
+                policy=session.config.policy,
+            )
         )
         return self._gradients
 
@@ -139,7 +141,7 @@ class Schedules:
         session.watchdog.between()
         session.progress.begins(self._host.args.curr_iteration + 1)
         self.feed.committed(driver.policy.plan(driver.world, get_num_microbatches()))
-        session.trace.emit("skipped", iteration=session.progress.iteration)
+        session.trace.emit(Skipped(iteration=session.progress.iteration))
 
     def _train_pass(
         self, iteration: TrainingIteration, gradients: GradientBuckets, microbatches: Sequence[int]
@@ -162,10 +164,11 @@ class Schedules:
                 chunk.finish_grad_sync()  # a group of one rank by default
         session.watchdog.rest()
         session.trace.emit(
-            "fetched",
-            iteration=iteration.number,
-            microbatches=list(microbatches),
-            samples=self.feed.fetched,
+            Fetched(
+                iteration=iteration.number,
+                microbatches=tuple(microbatches),
+                samples=self.feed.fetched,
+            )
         )
         iteration.finalize = self._pass.finalize
         assert iteration.finalize is not None
@@ -211,7 +214,7 @@ class Schedules:
                 key: float(v[0] / v[1]) if v.numel() == 2 else float(v)
                 for key, v in losses[0].items()
             }
-            self._session.trace.emit("loss", iteration=number, losses=values)
+            self._session.trace.emit(Loss(iteration=number, losses=values))
 
     # --- evaluation ----------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from recover_megatron.collectives.membership.watchdog import Watchdog
+from recover_megatron.events import Died, Event
 
 
 class Death:
@@ -24,7 +25,7 @@ class Death:
         self,
         rank: int,
         watchdog: Watchdog | None = None,
-        emit: Callable[..., None] = lambda event, **facts: None,
+        emit: Callable[[Event], None] = lambda event: None,
     ):
         self._rank, self._watchdog, self._emit = rank, watchdog, emit
 
@@ -32,7 +33,7 @@ class Death:
         try:
             if self._watchdog is not None:
                 self._watchdog.last_words()
-            self._emit("died", reason=reason)
+            self._emit(Died(reason=reason))
             print(f"recover: rank {self._rank} leaves: {reason}", file=sys.stderr, flush=True)
         finally:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -23,7 +23,6 @@ import contextlib
 import ctypes
 import faulthandler
 import glob
-import json
 import math
 import mmap
 import os
@@ -33,6 +32,8 @@ import struct
 import sys
 import time
 from typing import NoReturn
+
+from recover_megatron.events import Died, to_line
 
 NAME = "rank-watchdog"  # as `ps -o comm` shows it
 POLL_S = 0.2
@@ -285,10 +286,10 @@ def _end(pid: int, trace_path: str, why: str) -> None:
 def _trace_death(trace_path: str, reason: str) -> None:
     if not trace_path:
         return
-    event = {"time": time.time(), "event": "died", "reason": reason}
-    event |= dict(zip(("replica", "position"), _who(trace_path), strict=True))
+    replica, position = _who(trace_path)
+    event = Died(time=time.time(), replica=replica, position=position, reason=reason)
     with contextlib.suppress(OSError), open(trace_path, "a") as trace:
-        trace.write(json.dumps(event) + "\n")
+        trace.write(to_line(event))
 
 
 def _ask_for_stack(pid: int, trace_path: str) -> None:
