@@ -36,7 +36,7 @@ MAY_IMPORT = {
 OWNERS = {  # outside library -> the only places that may import it
     "mpi4py": {"collectives/openmpi.py"},
     "megatron": {"adapters/megatron/", "examples/gpt/", "data/prepare_data.py"},
-    "torch": {"adapters/megatron/", "session/", "examples/gpt/", "launch/command.py"},
+    "torch": {"adapters/megatron/", "session/", "examples/gpt/", "launch/plan.py"},
     "matplotlib": {"plots.py"},
     "jinja2": {"record/report.py"},
     "yaml": {"launch/run_config.py", "goodput/simulate.py"},

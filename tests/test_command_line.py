@@ -19,11 +19,11 @@ from recover_megatron.adapters.megatron.support import check_version, refuse_uns
 from recover_megatron.config import RecoveryConfig, flag_name
 from recover_megatron.errors import ConfigError
 from recover_megatron.events import Committed, Died, Started
-from recover_megatron.launch import command as launch
 from recover_megatron.launch import mpirun, verdict
 from recover_megatron.launch.host_job import Host, parse_hosts, placement, without_spares
+from recover_megatron.launch.start import orphaned, restart
 from recover_megatron.session.arguments import add_recovery_arguments, recovery_config
-from recover_megatron.session.exits import EXIT_TOO_FEW
+from recover_megatron.session.exits import EXIT_NOBODY, EXIT_TOO_FEW
 from recover_megatron.testing.rehearsal import SCRIPT
 from recover_megatron.trace import Trace
 
@@ -234,7 +234,7 @@ def test_a_job_in_which_nobody_reached_the_end_is_a_failure(tmp_path: Path, caps
 
 
 def restarted(tmp_path: Path, command: str) -> int:
-    return launch._restart(command, verdict.EXIT_NOBODY, tmp_path)
+    return restart(command, EXIT_NOBODY, tmp_path)
 
 
 def test_a_job_that_has_lost_all_replicas_is_started_again(tmp_path: Path, capfd):
@@ -244,12 +244,12 @@ def test_a_job_that_has_lost_all_replicas_is_started_again(tmp_path: Path, capfd
     out, error = capfd.readouterr()
     assert out == f"{tmp_path}\n"
     assert "recover: restarting: " in error
-    assert restarted(tmp_path, "/no/such/program") == verdict.EXIT_NOBODY
+    assert restarted(tmp_path, "/no/such/program") == EXIT_NOBODY
 
 
 def test_a_job_that_has_committed_nothing_is_not_started_again(tmp_path: Path, capfd):
     Trace(str(tmp_path), 0, 0).emit(Started())
-    assert restarted(tmp_path, sys.executable) == verdict.EXIT_NOBODY
+    assert restarted(tmp_path, sys.executable) == EXIT_NOBODY
     assert "not restarted, since no iteration was committed" in capfd.readouterr().err
 
 
@@ -295,9 +295,9 @@ def test_spares_stand_in_for_hosts_that_do_not_answer(capsys):
 
 def test_what_another_host_does_in_the_launchers_place(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert launch._orphaned("") == {}
+    assert orphaned("") == {}
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert launch._orphaned("scontrol requeue $SLURM_JOB_ID") == {
+    assert orphaned("scontrol requeue $SLURM_JOB_ID") == {
         "": ["scancel", "7"],
         str(EXIT_TOO_FEW): ["scontrol", "requeue", "7"],
     }

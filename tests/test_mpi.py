@@ -149,7 +149,7 @@ def test_nothing_is_left_behind(drive, tmp_path, monkeypatch):
     mapped = "".join(_text(maps) for maps in Path("/proc").glob("[0-9]*/maps"))
     new = set(Path("/dev/shm").iterdir()) - segments
     assert [p for p in new if str(p) not in mapped and p.exists()] == []
-    assert {e.KIND for e in record.finished} == {"finished"}
+    assert len(record.finished) == len(record.survivors) * record.ranks_per_replica
     for event in record.of(Started):
         assert event.time > started - 60
         assert not _alive(event.pid)

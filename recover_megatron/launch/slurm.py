@@ -65,13 +65,13 @@ def end_of_job() -> list[str]:
     return ["scancel", str(job_number())]
 
 
-def submit(nodes: int, more: Sequence[str], words: Sequence[str], run_dir: Path) -> str:
-    """Write RUN_DIR/job.sbatch and submit it; the job's number. `words` are recover-megatron's."""
+def submit(batch: str, run_dir: Path) -> str:
+    """Write a batch script to RUN_DIR/job.sbatch and submit it; the job's number."""
     if shutil.which("sbatch") is None:
         raise ConfigError("--slurm: there is no sbatch here; run it where jobs are submitted")
     run_dir.mkdir(parents=True, exist_ok=True)
     script = run_dir / "job.sbatch"
-    script.write_text(batch_script(nodes, more, words, run_dir), encoding="utf-8")
+    script.write_text(batch, encoding="utf-8")
     command = ["sbatch", "--parsable", str(script)]
     done = subprocess.run(command, capture_output=True, text=True)  # noqa: S607
     if done.returncode:
