@@ -19,6 +19,7 @@ from recover_megatron.adapters.megatron.support import check_version, refuse_uns
 from recover_megatron.config import RecoveryConfig, flag_name
 from recover_megatron.errors import ConfigError
 from recover_megatron.events import Committed, Died, Started
+from recover_megatron.hosts import addresses
 from recover_megatron.launch import mpirun, verdict
 from recover_megatron.launch.host_job import Host, parse_hosts, placement, without_spares
 from recover_megatron.launch.start import orphaned, restart
@@ -315,3 +316,14 @@ def test_what_another_host_does_in_the_launchers_place(monkeypatch):
 def test_a_wrong_list_of_hosts_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_hosts(text, 2, 2)
+
+
+def test_a_host_with_an_address_of_ipv6_only_is_refused_with_a_sentence(monkeypatch):
+    def no_ipv4(host):
+        raise OSError(-5, "No address associated with hostname")
+
+    monkeypatch.setattr(addresses.socket, "gethostbyname", no_ipv4)
+    with pytest.raises(ConfigError, match="::1 has an address of IPv6 only; a job over several"):
+        addresses.address_of("::1")
+    with pytest.raises(ConfigError, match="cannot find the address of 'no-such-host.invalid'"):
+        addresses.address_of("no-such-host.invalid")

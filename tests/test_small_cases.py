@@ -30,7 +30,7 @@ from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import ConfigError, InvariantViolation
 from recover_megatron.events import Committed, Died, Finished, Skipped, Started
 from recover_megatron.examples.gpt.arguments import add_megatron_arguments, validate_args
-from recover_megatron.hosts import tunnel
+from recover_megatron.hosts import addresses
 from recover_megatron.hosts.folder import HostFolder
 from recover_megatron.hosts.witness import Witness
 from recover_megatron.launch import mpirun, slurm, verdict
@@ -425,13 +425,13 @@ def test_20_replicas_are_spread_evenly_or_refused(text, replicas, size, ranks):
 
 
 def test_20_mates_get_an_address_that_leads_somewhere(monkeypatch):
-    monkeypatch.setattr(tunnel.socket, "gethostbyname", lambda name: "127.0.1.1")
-    monkeypatch.setattr(tunnel, "own_addresses", lambda: frozenset({"192.0.2.7"}))
-    assert tunnel.address_for_mates(["no-such-host.invalid"]) == "192.0.2.7"
-    monkeypatch.setattr(tunnel, "address_towards", lambda host: "10.0.0.3")
-    assert tunnel.address_for_mates(["h1"]) == "10.0.0.3"
-    assert tunnel.interface_of("127.0.0.1") == "lo"
-    assert tunnel.interface_of("203.0.113.9") is None
+    monkeypatch.setattr(addresses.socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(addresses, "own_addresses", lambda: frozenset({"192.0.2.7"}))
+    assert addresses.address_for_mates(["no-such-host.invalid"]) == "192.0.2.7"
+    monkeypatch.setattr(addresses, "address_towards", lambda host: "10.0.0.3")
+    assert addresses.address_for_mates(["h1"]) == "10.0.0.3"
+    assert addresses.interface_of("127.0.0.1") == "lo"
+    assert addresses.interface_of("203.0.113.9") is None
 
 
 def test_r4_blanks_in_options_of_sbatch_stand_in_quotes(tmp_path):

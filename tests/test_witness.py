@@ -10,8 +10,10 @@ import time
 import pytest
 
 from recover_megatron.hosts import agent, rank, witness
+from recover_megatron.hosts.addresses import address_towards, own_addresses
 from recover_megatron.hosts.folder import HostFolder
-from recover_megatron.hosts.tunnel import Tunnel, address_towards, own_addresses
+from recover_megatron.hosts.links import loop
+from recover_megatron.hosts.tunnel import Tunnel
 from recover_megatron.hosts.witness import Witness
 
 pytestmark = pytest.mark.timed
@@ -104,6 +106,12 @@ def hosts(tmp_path):
         each.stop()
 
 
+def close_links(one: Witness) -> None:
+    """As its kernel does when its process ends."""
+    for peer in one.peers.values():
+        loop().call_soon_threadsafe(peer.link.close)
+
+
 def a_rank(folder: HostFolder) -> subprocess.Popen[bytes]:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     folder.write(f"ranks/{process.pid}")
@@ -132,8 +140,7 @@ def test_the_end_of_a_witness_proves_its_host_dead_and_silence_proves_nothing(ho
     until(lambda: hosts["a"].folder.lines("silent") == {"b"})
     until(lambda: hosts["c"].folder.lines("silent") == {"b"})
     assert hosts["a"].folder.lines("dead") == frozenset()
-    for peer in hosts["b"].peers.values():
-        peer.link.close()
+    close_links(hosts["b"])
     until(lambda: hosts["a"].folder.lines("dead") == {"b"})
     until(lambda: hosts["c"].folder.lines("dead") == {"b"})
 
@@ -143,10 +150,39 @@ def test_the_exit_code_reaches_every_host_and_later_ends_prove_nothing(hosts):
     for name in "ab":
         until(lambda name=name: hosts[name].folder.lines("done") == {"3"})
     hosts["c"].stop()
-    for peer in hosts["c"].peers.values():
-        peer.link.close()
+    close_links(hosts["c"])
     until(lambda: hosts["a"].peers["c"].gone)
     assert hosts["a"].folder.lines("dead") == frozenset()
+
+
+def test_a_line_that_is_cut_short_by_a_kill_is_not_heard(hosts):
+    with socket.create_connection((HERE, hosts["a"].port)) as link:
+        link.sendall(b"secret\nhost d 127.0.0.1 1\nleft 3\ndead 12")  # of 123
+        until(lambda: "d" in hosts["a"].peers and hosts["a"].peers["d"].left == 3)
+    until(lambda: hosts["a"].folder.lines("dead") == {"d"})
+
+
+def test_a_peer_that_cannot_be_reached_at_first_is_tried_again(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(witness, "_RETRY_EVERY_S", 0.05)
+    with socket.create_server((HERE, 0)) as taken:
+        port = taken.getsockname()[1]
+    late = Witness("b", HERE, HostFolder(tmp_path), "secret")
+    late.start((HERE, port))  # nobody listens there yet
+    said = ""
+
+    def was_said() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return f"no link to {HERE}:{port}" in said
+
+    until(was_said)
+    with socket.create_server((HERE, port)) as listening:
+        listening.settimeout(10)
+        link, _ = listening.accept()
+        with link, link.makefile("rb") as lines:
+            assert lines.readline() == b"secret\n"
+            assert lines.readline().startswith(b"host b ")
+    late.stop()
 
 
 def test_a_stranger_is_not_heard(hosts):
@@ -174,13 +210,13 @@ def test_a_rank_leaves_with_its_witness_and_where_it_is_no_majority(tmp_path, mo
             monkeypatch.setenv(getattr(rank, name), value)
         on_host = rank.RankOnHost.if_any()
         assert on_host is not None
-        assert on_host.look() is None
+        look = rank.HostWatch(on_host, lambda hosts: "b" not in hosts)
+        assert look() is None
         on_host.folder.write_lines("silent", ["b"])
-        on_host.has_quorum_without = lambda hosts: "b" not in hosts
-        assert "no sign of life from b" in on_host.look()
+        assert "no sign of life from b" in look()
         assert on_host.folder.has("no_quorum")
         process.kill()
-    assert on_host.look() == "its host's witness has ended"
+    assert look() == "its host's witness has ended"
 
 
 def test_another_host_keeps_its_temporary_files_where_the_launcher_would(tmp_path, monkeypatch):

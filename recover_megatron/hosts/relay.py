@@ -18,9 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 from recover_megatron.console import say
+from recover_megatron.hosts.addresses import address_towards
 from recover_megatron.hosts.agent import URI
 from recover_megatron.hosts.folder import HostFolder
-from recover_megatron.hosts.tunnel import Tunnel, address_towards
+from recover_megatron.hosts.tunnel import Tunnel
 from recover_megatron.hosts.witness import Witness
 
 _END_S = 10.0  # from the end of this host's ranks to that of all others

@@ -18,8 +18,8 @@ Lines between witnesses, after the job's password:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import selectors
 import socket
 import threading
 import time
@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 
 from recover_megatron.collectives.membership.quorum import running
 from recover_megatron.console import say
+from recover_megatron.hosts.addresses import own_addresses
 from recover_megatron.hosts.folder import HostFolder
-from recover_megatron.hosts.tunnel import admits, own_addresses
+from recover_megatron.hosts.links import Reader, Writer, admits, connect, listen, name_of, spawn
 
 _POLL_S = 0.05
 _BEAT_S = 1.0
@@ -47,16 +48,22 @@ class Peer:
     name: str
     address: str
     port: int
-    link: socket.socket
+    link: Writer
     left: int | None = None  # ranks running there; None until it has had some
     gone: bool = False  # its witness has ended: proven dead
-    unread: bytes = b""
     heard: float = field(default_factory=time.monotonic)
     silent: bool = False  # not heard of for SILENT_S; nothing is sent to it until it is
 
 
 class Witness:
-    """Runs in a thread of the relay, or of the launcher for mpirun's own host."""
+    """Runs on the event loop of the relay, or of the launcher for mpirun's own host (links.py).
+
+    Args:
+        name: This host's.
+        address: Where other witnesses reach this one.
+        folder: Shared with the ranks of this host.
+        password: The job's; who does not begin with it is not heard.
+    """
 
     def __init__(self, name: str, address: str, folder: HostFolder, password: str):
         self.name = name
@@ -72,27 +79,25 @@ class Witness:
         self._beat = 0.0
         self._stopped = threading.Event()
         self.duty_done = threading.Event()  # by some host
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._ended = threading.Event()
         self._addresses = {f"{name} {own}" for own in own_addresses()}
         folder.write_lines("addresses", self._addresses)
         self._introduces = False
-        self._lock = threading.RLock()
-        self._ready = selectors.DefaultSelector()
-        self._server = socket.create_server((address, 0), backlog=1024)
-        self.port: int = self._server.getsockname()[1]
+        self._lock = threading.RLock()  # `over` and `take_duty` are asked by other threads
+        self.port = listen(address, self._admit)
 
     def start(self, launcher: tuple[str, int] | None) -> None:
         """`launcher` is the address of the launcher's witness; None for that one itself."""
         self._introduces = launcher is None
-        threading.Thread(target=self._accept, daemon=True).start()
-        if launcher is not None and not self._try_to_connect(launcher):
-            threading.Thread(target=self._connect, args=(launcher,), daemon=True).start()
-        self._thread.start()
+        if launcher is not None:
+            spawn(self._connect(launcher))
+        spawn(self._look_around())
 
     def stop(self) -> None:
-        """The job is over: from here on the folder is left alone."""
+        """The job is over: from here on the folder is left alone. Links stay open: their end would
+        be proof of this host's death."""
         self._stopped.set()
-        self._thread.join()
+        self._ended.wait()
 
     @property
     def over(self) -> bool:
@@ -107,87 +112,76 @@ class Witness:
 
     # --- links -----------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            link, _ = self._server.accept()
-            threading.Thread(target=self._admit, args=(link,), daemon=True).start()
-
-    def _admit(self, link: socket.socket) -> None:
+    async def _admit(self, reader: Reader, writer: Writer) -> None:
         with contextlib.suppress(OSError):
-            if admits(link, self._password):
-                self._introduce_ourselves(link)
-                self._add(link)
+            if await admits(reader, self._password):
+                self._introduce_ourselves(writer)
+                await self._listen_to(Peer("", "", 0, writer), reader)
                 return
-        link.close()
+            self._log(f"a link without the job's password was refused: {name_of(writer)}")
+        writer.close()
 
-    def _connect(self, where: tuple[str, int], name: str = "") -> None:
+    async def _connect(self, where: tuple[str, int], name: str = "") -> None:
         """Until it succeeds, the peer is known to be lost, or _RETRY_S have passed."""
         limit = time.monotonic() + _RETRY_S
-        if self._try_to_connect(where):
-            return
-        while time.monotonic() < limit and not self._stopped.wait(_RETRY_EVERY_S):
-            lost = self.folder.lines("dead") | self.folder.lines("fenced")
-            if name in lost or self._try_to_connect(where):
-                return
-        if not self._stopped.is_set():
-            self._log(f"gave up {where[0]}:{where[1]}")
-
-    def _try_to_connect(self, where: tuple[str, int]) -> bool:
-        try:
-            link = socket.create_connection(where, timeout=30)
-            link.settimeout(None)
-            link.sendall(f"{self._password}\n".encode())
-            self._introduce_ourselves(link)
-        except OSError as error:
-            self._log(f"no link to {where[0]}:{where[1]} ({error}); tried again")
-            return False
-        self._add(link)
-        return True
-
-    def _introduce_ourselves(self, link: socket.socket) -> None:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _NEVER_MS)
-        own = " ".join(sorted(own_addresses()))
-        link.sendall(f"host {self.name} {self.address} {self.port} {own}\n".encode())
-
-    def _add(self, link: socket.socket) -> None:
-        with self._lock:
-            peer = Peer("", "", 0, link)
-            self._ready.register(link, selectors.EVENT_READ, peer)
-
-    # --- the loop --------------------------------------------------------------------------------
-
-    def _run(self) -> None:
         while not self._stopped.is_set():
-            events = self._ready.select(_POLL_S)
-            with self._lock:
-                for key, _ in events:
-                    self._read(key.data)
-                self._look_at_ranks()
-                self._look_for_the_end()
-                self._look_for_silence(time.monotonic())
+            try:
+                reader, writer = await connect(where)
+                writer.write(f"{self._password}\n".encode())
+                self._introduce_ourselves(writer)
+            except OSError as error:
+                self._log(f"no link to {where[0]}:{where[1]} ({error}); tried again")
+            else:
+                await self._listen_to(Peer("", "", 0, writer), reader)
+                return
+            await asyncio.sleep(_RETRY_EVERY_S)
+            if name in self.folder.lines("dead") | self.folder.lines("fenced"):
+                return
+            if time.monotonic() > limit:
+                self._log(f"gave up {where[0]}:{where[1]}")
+                return
 
-    def _read(self, peer: Peer) -> None:
+    def _introduce_ourselves(self, link: Writer) -> None:
+        connection = link.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _NEVER_MS)
+        own = " ".join(sorted(own_addresses()))
+        link.write(f"host {self.name} {self.address} {self.port} {own}\n".encode())
+
+    async def _listen_to(self, peer: Peer, reader: Reader) -> None:
+        """Until the link ends: in proof of the peer's end, or by a failure that proves nothing."""
         try:
-            data = peer.link.recv(1 << 16)
-        except ConnectionResetError:
-            data = b""
+            while (line := await reader.readline()).endswith(b"\n"):  # or it was cut short
+                if self._stopped.is_set():
+                    return
+                with self._lock:
+                    peer.heard = time.monotonic()
+                    self._hear(peer, line.decode(errors="replace").split())
+        except (ConnectionResetError, BrokenPipeError):
+            pass  # the peer's kernel says so
         except OSError as error:
-            self._ready.unregister(peer.link)  # unreachable: no proof
             self._log(f"the link to {peer.name or 'a peer'} failed ({error})")
             if peer.name:
-                where = (peer.address, peer.port)
-                threading.Thread(target=self._connect, args=(where, peer.name), daemon=True).start()
+                spawn(self._connect((peer.address, peer.port), peer.name))
             return
-        if not data:
-            self._ready.unregister(peer.link)
+        with self._lock:
             peer.gone = True
-            if peer.name and not self.folder.has("done"):
+            if peer.name and not self._stopped.is_set() and not self.folder.has("done"):
+                self._log(f"the witness on {peer.name} has ended")
                 self._prove_dead(peer.name)
-            return
-        peer.heard = time.monotonic()
-        *lines, peer.unread = (peer.unread + data).split(b"\n")
-        for line in lines:
-            self._hear(peer, line.decode(errors="replace").split())
+
+    async def _look_around(self) -> None:
+        """At this host's ranks, and for hosts that are silent, until the job is over."""
+        try:
+            while not self._stopped.is_set():
+                with self._lock:
+                    self._look_at_ranks()
+                    self._look_for_the_end()
+                    self._look_for_silence(time.monotonic())
+                await asyncio.sleep(_POLL_S)
+        finally:
+            self._ended.set()
+
+    # --- what is heard ---------------------------------------------------------------------------
 
     def _hear(self, peer: Peer, words: list[str]) -> None:
         match words:
@@ -204,8 +198,7 @@ class Witness:
                 if self.left is not None:
                     self._say(peer, f"left {self.left}")
             case ["peer", name, address, port]:
-                where = (address, int(port))
-                threading.Thread(target=self._connect, args=(where, name), daemon=True).start()
+                spawn(self._connect((address, int(port)), name))
             case ["dead", pid]:
                 self._prove_dead(f"{peer.name} {pid}")
             case ["left", number]:
@@ -223,8 +216,6 @@ class Witness:
         """A peer that was taken for lost has a new link: the end of the old one proves nothing."""
         if old is not None:
             old.name = ""
-            with contextlib.suppress(KeyError, ValueError):
-                self._ready.unregister(old.link)
 
     def take_duty(self, lost: str) -> bool:
         """True at one of the hosts that are left, which is to act in the place of the host `lost`.
@@ -240,14 +231,16 @@ class Witness:
         if self.duty_done.is_set():
             return False
         self.duty_done.set()
+        spawn(self._tell_of_duty())
+        return True
+
+    async def _tell_of_duty(self) -> None:
         with self._lock:
             self._say_to_all("duty")
-        return True
 
     def _say(self, peer: Peer, line: str) -> None:
         if not (peer.gone or peer.silent):
-            with contextlib.suppress(OSError):
-                peer.link.sendall(f"{line}\n".encode())
+            peer.link.write(f"{line}\n".encode())
 
     def _say_to_all(self, line: str) -> None:
         for peer in self.peers.values():

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from recover_megatron.console import say
 from recover_megatron.errors import ConfigError
+from recover_megatron.hosts.addresses import address_of, address_towards
 from recover_megatron.hosts.agent import SETTINGS, remote_words
 from recover_megatron.hosts.folder import HostFolder
-from recover_megatron.hosts.tunnel import address_towards
 from recover_megatron.hosts.witness import Witness
 from recover_megatron.launch.mpirun import wait_until_over
 from recover_megatron.session.exits import EXIT_UNRECOVERABLE
@@ -247,11 +247,8 @@ def _this_host(names: Sequence[str]) -> tuple[str, str]:
     others = [name for name in names if name not in (own, own.partition(".")[0], "localhost")]
     name = next((name for name in names if name not in others), None)
     for other in others:
-        try:
-            address = address_towards(other)
-            if socket.gethostbyname(other) != address:
-                return name or own, address
-            name = name or other
-        except OSError as error:
-            raise ConfigError(f"--hosts: cannot find the address of {other!r}: {error}") from None
+        there, address = address_of(other), address_towards(other)
+        if there != address:
+            return name or own, address
+        name = name or other
     return name or own, "127.0.0.1"

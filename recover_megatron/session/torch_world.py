@@ -6,7 +6,7 @@ import os
 import socket
 from typing import Protocol
 
-from recover_megatron.hosts.tunnel import address_for_mates, interface_of
+from recover_megatron.hosts.addresses import address_for_mates, interface_of
 from recover_megatron.session.session import OwnRank
 
 
