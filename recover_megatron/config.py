@@ -1,7 +1,7 @@
 """RecoveryConfig: every setting of recovery, its default, its unit and its check, in one place.
 
 Each field with `help` metadata is also a command-line flag: `min_replicas` is
-`--recover-min-replicas` (adapters/megatron/arguments.py makes the parser group from the fields).
+`--recover-min-replicas` (session/arguments.py makes the parser group from the fields).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RecoveryConfig:
     bucket_mb: float = _flag(
         25.0, "size in MB of the pieces in which gradients are reduced across replicas"
     )
-    # A replica dies rank by rank; shrinking meanwhile can crash survivors (ulfm.md, rule 6).
+    # A replica dies rank by rank; shrinking meanwhile can crash survivors (docs/ulfm.md, rule 6).
     settle_s: float = 0.1
     settle_limit_s: float = 10.0
     # How often, and how many times, survivors that are no majority look for proof that the others

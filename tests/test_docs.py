@@ -39,3 +39,35 @@ def test_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+# Named in our sources, but not ours, or made by a run.
+OUTSIDE = {
+    *("pretrain_gpt.py", "schedules.py", "router.py", "moe_utils.py", "param_and_grad_buffer.py"),
+    *("multi_token_prediction.py", "data_samplers.py", "finalize_model_grads.py", "index.html"),
+    *("sitecustomize.py", "README.md", "clip_grads.py"),
+}
+SOURCES = sorted(
+    path
+    for folder in ("recover_megatron", "scripts", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_each_page_and_file_that_a_source_names_exists(source: Path):
+    """By the end of its path: `machine.py`, `recovery/machine.py`, `docs/log.md`."""
+    there = FILES_THERE
+    for name in re.findall(
+        r"(?<![\w/.<{-])[\w./-]*\w\.(?:py|md|sh|yaml|tsv|html)\b", source.read_text()
+    ):
+        if Path(name).name not in OUTSIDE:
+            assert any(f"/{path}".endswith(f"/{name.lstrip('./')}") for path in there), name
+
+
+FILES_THERE = [
+    path.relative_to(ROOT).as_posix()
+    for path in ROOT.rglob("*")
+    if path.suffix in (".py", ".md", ".sh", ".yaml", ".tsv", ".html")
+    and not {".venv", "runs", ".git"} & set(path.relative_to(ROOT).parts)
+]

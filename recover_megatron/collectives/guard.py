@@ -1,4 +1,17 @@
-"""Guarded collectives: all-reduce, consensus barrier, repair. What the recovery layer is handed."""
+"""The protocol's calls between replicas: reduce, agree, repair. What the recovery layer is handed.
+
+They hold membership (who is alive) and fabric (what moves buckets) together:
+
+* A reduction that loses a member may succeed at one rank and fail at another. So its result counts
+  only after an agreement of all live ranks, in which each votes whether it succeeded here.
+* Where the answer is no, all live ranks repair: they end what is pending, wait until the dead have
+  died, shrink the world to the whole replicas that are left, connect again, and agree that all of
+  this worked. If not, because another rank has died meanwhile, they do it again.
+* After a partition (two parts of the job that cannot reach each other) at most one side goes on.
+
+docs/design.md shows a repair on a time line; docs/ulfm.md has the rules of fault-tolerant MPI that
+this file follows.
+"""
 
 from __future__ import annotations
 
@@ -61,15 +74,36 @@ class GuardedCommunicator:
         self.stopping = 0  # for these reasons, as all ranks know; the same at all of them
 
     def begin(self, world: World) -> World:
-        """Build the first position groups; every rank calls it once. Returns the world to start
-        with: a smaller one if a rank died meanwhile."""
+        """Connect the first position groups. Every rank calls it, once.
+
+        Args:
+            world: All replicas of the job.
+
+        Returns:
+            The world to start with, the same at all: a smaller one if a rank died meanwhile.
+
+        Raises:
+            NoQuorum, Unrecoverable: As `repair`.
+        """
         if self.agree(self._open(self._layout.ranks_in(world.replicas)), "begin"):
             return world
         return self.repair(world)
 
     def all_reduce(self, send: Array, receive: Array, op: str = "sum") -> None:
-        """Over the position group. Raises ReplicaLost, after revoking so that no peer waits on in
-        a collective that cannot end. The result counts only after `agree` returned True."""
+        """Sum `send` over the ranks of this rank's position, one in each live replica.
+
+        Every live rank makes the same reductions in the same order. The result counts only after
+        `agree` has returned True.
+
+        Args:
+            send: One-dimensional, contiguous, numpy, in host memory; only read.
+            receive: Of the same size and dtype, elsewhere: where the result arrives.
+            op: "sum", "min" or "max", element by element.
+
+        Raises:
+            ReplicaLost: A rank of the world has died; not at every rank. All else that is pending
+                has been ended, here and elsewhere, so that no peer waits on for this rank.
+        """
         try:
             self._fabric.wait(self._fabric.start(send, receive, op))
         except ReplicaLost:
@@ -82,12 +116,22 @@ class GuardedCommunicator:
         self._asked_to_stop |= reason
 
     def agree(self, vote: bool, about: str = "iteration") -> bool:
-        """The consensus barrier over the whole world: the same answer at every live rank. A request
-        to stop travels along: a yes brings `stopping` up to date at every rank.
+        """The consensus barrier: all live ranks of the whole world come to the same answer.
 
-        `about` is one of SUBJECTS. Where another live rank is in an agreement about something else,
-        the answer is no everywhere, and if that rank `leaves`, it dies of it, as a lost replica.
-        Raises InvariantViolation where none leaves: the ranks have come apart, which is our bug.
+        A request to stop travels along: a yes brings `stopping` up to date at every rank.
+
+        Args:
+            vote: What this rank says. One no makes the answer no.
+            about: One of SUBJECTS, the same at every rank. Where another live rank is in an
+                agreement about something else the answer is no everywhere, and if that rank
+                `leave`s, it dies of it, as a lost replica.
+
+        Returns:
+            True if every live rank has voted yes and none has died.
+
+        Raises:
+            InvariantViolation: Ranks are in different agreements and none leaves: they have come
+                apart, which is our bug. Raised at all of them, and names both.
         """
         flags = (_COMMIT if vote else 0) | (_REASONS & ~self._asked_to_stop) | _ALL
         flags |= 0 if self._leaves_by else _STAYS
@@ -124,10 +168,19 @@ class GuardedCommunicator:
     def repair(self, world: World) -> World:
         """Rebuild world and position groups over the whole replicas that are left.
 
-        Returns the next World, the same at every survivor. A rank whose own replica lost a member
-        leaves by SIGKILL. Raises NoQuorum at every rank of a side of a partition that may not go on
-        (I5). Another failure meanwhile means another round; each round loses at least one rank or
-        ends, so rounds are bounded. Raises Unrecoverable past that bound.
+        Every live rank calls it, after an agreement has said no. A rank whose own replica lost a
+        member leaves by SIGKILL. Another failure meanwhile means another round; each round loses at
+        least one rank or ends, so rounds are bounded.
+
+        Args:
+            world: The last one that was agreed on.
+
+        Returns:
+            The next world, the same at every survivor.
+
+        Raises:
+            NoQuorum: At every rank of a side of a partition that may not go on (I5).
+            Unrecoverable: More rounds than there are ranks: our bug, or Open MPI's.
         """
         before = self._layout.ranks_in(world.replicas)
         for _ in range(self._layout.ranks + 1):
@@ -189,9 +242,10 @@ class GuardedCommunicator:
     def _settle(self) -> None:
         """Wait until the set of the dead is quiet and holds whole replicas only.
 
-        A replica dies rank by rank: its watchers need some milliseconds. Shrinking in the middle of
-        that costs another round, and can crash Open MPI 5.0.11 (ulfm.md, rule 6). The limit is for
-        a mate that cannot die at once; shrink then waits for it, or the next round finds it.
+        A replica dies rank by rank: each needs some milliseconds to see its mate's death. Shrinking
+        in the middle of that costs another round, and can crash Open MPI 5.0.11 (docs/ulfm.md, rule
+        6). The limit is for a mate that cannot die at once: shrink then waits for it, or the next
+        round finds it.
         """
         limit = time.monotonic() + self._config.settle_limit_s
         # The dead of earlier repairs are in the set too, as whole replicas.

@@ -201,7 +201,7 @@ class HostJob(AbstractContextManager["HostJob"]):
 
     @property
     def arguments(self) -> list[str]:
-        """For mpirun: ulfm.md, section 3."""
+        """For mpirun: docs/ulfm.md, the command line."""
         agent = f"{sys.executable} -m recover_megatron.hosts.agent"
         if " " in sys.executable or ":" in sys.executable:
             raise ConfigError(

@@ -33,7 +33,7 @@ from recover_megatron.session.job import Job
 
 _GRACE_S = 10.0  # for mpirun to end after its ranks
 
-# ulfm.md, section 0. A rank that makes no MPI progress for the detector's time-out is declared
+# docs/ulfm.md. A rank that makes no MPI progress for the detector's time-out is declared
 # dead, so it must outlast any time for which a healthy rank holds Python's GIL (imports at the
 # start). It is the last resort: processes that end are seen at once, silent hosts by witnesses, and
 # hung ranks by their watchdogs.

@@ -15,7 +15,7 @@ from pathlib import Path
 from recover_megatron.errors import ConfigError
 
 # One step a host isolates the hosts from each other; --no-kill: Slurm itself must not end a step,
-# or the job, for a lost node (ulfm.md, section 5).
+# or the job, for a lost node (docs/ulfm.md).
 REMOTE_SHELL = (
     "srun --overlap --no-kill --kill-on-bad-exit=0 --mpi=none --export=ALL --cpu-bind=none "
     "-N1 -n1 -w {host} sh -c"

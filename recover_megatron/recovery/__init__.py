@@ -1,1 +1,5 @@
-"""What a failure means for the iteration in progress, and how it is carried to its commit."""
+"""One iteration, from its plan to its commit, whatever fails meanwhile.
+
+`machine.py` decides (pure), `driver.py` acts, `snapshot.py` keeps what a reduction must not
+destroy, `present.py` holds the world that all have agreed on.
+"""

@@ -1,4 +1,8 @@
-"""The driver: carries out what machine.py decides, over a communicator that it is handed."""
+"""The driver: carries one rank through its iterations, as machine.py decides.
+
+It performs each action that the machine asks for (compute, reduce, agree, repair), tells it what
+happened, and so on until the iteration is committed. It decides nothing itself.
+"""
 
 from __future__ import annotations
 
@@ -107,11 +111,21 @@ class Driver:
     def run_step(self, step: int, microbatches: int, work: Work) -> Assignment:
         """Compute, reduce and commit exactly `microbatches` microbatches. Every live rank calls it.
 
-        Returns what was committed, once the whole world has agreed to. When peers die meanwhile, it
-        repairs, takes over this replica's part of what they owed and reduces again, as often as
-        needed; when this rank's own replica loses a member, the process ends by SIGKILL
-        (watcher.py).
-        Raises InvariantViolation for a bug, never for a lost peer.
+        When peers die meanwhile it repairs, takes over this replica's part of what they owed and
+        reduces again, as often as needed. When this rank's own replica loses a member, the process
+        ends by SIGKILL (membership/watcher.py).
+
+        Args:
+            step: The iteration's number, for the trace.
+            microbatches: B, of the whole job.
+            work: The host framework's side.
+
+        Returns:
+            Who computed what was committed, once the whole world has agreed to it.
+
+        Raises:
+            InvariantViolation: A bug; never a lost peer.
+            NoQuorum: This side of a partition must not go on.
         """
         planned, state = self._run(step, microbatches, work, self.policy)
         self.reassigned = tuple(
@@ -189,11 +203,17 @@ class Driver:
         return machine.Reduced(index)
 
     def guarded(self, what: str, operation: Callable[[], Any]) -> Any:
-        """Run a cross-replica operation outside an iteration until the whole world agrees on it.
+        """Run an operation between replicas, outside an iteration, until the whole world agrees.
 
-        Every live rank calls it with the same `what`, one of guard.SUBJECTS. `operation` may raise
-        ReplicaLost; it is then run again in the repaired world, so it must be repeatable. Its
-        result is returned, and must not be looked at inside `operation`.
+        Every live rank calls it.
+
+        Args:
+            what: One of guard.SUBJECTS, the same at every rank.
+            operation: May raise ReplicaLost; it is then run again in the repaired world, so it must
+                be repeatable. It must not look at what it has received.
+
+        Returns:
+            What `operation` returned, which counts now.
         """
         while True:
             result, vote = None, True

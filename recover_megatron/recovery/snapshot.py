@@ -1,4 +1,8 @@
-"""The local gradient as snapshot: kept beside its reduction, never overwritten by it."""
+"""The local gradient as snapshot: kept beside its reduction, never overwritten by it.
+
+A reduction that breaks leaves garbage where its result should be. It is done again from what this
+replica has computed itself, which therefore must still be there.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ class Snapshot:
     Needed only after a failure, and by spares. Megatron's gradient buffer cannot simply be added
     to: scaling and reduce-scatter inside the replica are applied to it in place, once per pass, so
     the extra microbatches go into a clean buffer and the snapshot is added back
-    (megatron-seams.md, 1.2).
+    (docs/megatron-seams.md, 1.2).
     """
 
     def __init__(self, buckets: Sequence[Bucket]):

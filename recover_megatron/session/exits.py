@@ -1,6 +1,6 @@
 """The exit codes of a job, and where its ranks leave them for the launcher. Standard library only.
 
-mpirun's own exit code is 0 even if every rank was killed (docs/ulfm.md, section 1).
+mpirun's own exit code is 0 even if every rank was killed (docs/ulfm.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The data by microbatch: the next one comes from the assignment, not a counter."""
+"""The data by microbatch: the next one comes from the assignment, not from a counter.
+
+A framework asks its data loader for "the next microbatch". Which one that is depends on who is
+alive: before each pass over microbatches the feed is told which ones this replica computes, and its
+loaders then hand out exactly those.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What travels beside the gradient: counts, losses, and the framework's own sums over the batch."""
+"""What travels beside the gradient: counts, losses, and the framework's own sums over the batch.
+
+They are reduced in a bucket of their own, together with the gradient's, so that one agreement
+commits all of it or nothing.
+"""
 
 from __future__ import annotations
 

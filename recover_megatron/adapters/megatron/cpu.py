@@ -5,7 +5,7 @@ one device were there, and that device is the CPU. `torch.cuda.is_available()` s
 itself is not misled. Nothing is installed unless the user asks with `--recover-platform cpu`.
 
 Each stand-in says which Megatron code needs it; all were needed by core_v0.16.1 to 0.19.0
-(`design/megatron-seams.md`, section 3).
+(docs/megatron-seams.md, section 3).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `Host` names the modules that hold them: Megatron-LM's own `megatron.training`, or
 `recover_megatron.examples.gpt`, whose modules and functions bear the same names. Hook letters as in
-`design/megatron-seams.md`, section 1.1. What a hook does stands here if it is about arguments or
+docs/megatron-seams.md, section 1.1. What a hook does stands here if it is about arguments or
 data, else in schedule.py (A, B, C), checkpoints.py and exits.py (E), and logs.py.
 """
 

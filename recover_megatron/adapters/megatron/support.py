@@ -21,8 +21,8 @@ def check_version(version: str, allow_untested: bool) -> None:
         )
 
 
-# What would silently diverge or hang: (attribute of Megatron's args, allowed values, reason).
-# megatron-seams.md, section 1.3. An attribute that this Megatron does not have is not set either.
+# What would silently diverge or hang: (attribute of Megatron's args, allowed values, reason), see
+# docs/megatron-seams.md, 1.3. An attribute that this Megatron does not have is not set either.
 _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("dataloader_type", ("single", None), "samples must be a function of iteration and microbatch"),
     ("qk_clip", (False,), "it edits weights by a maximum taken inside one replica"),

@@ -1,1 +1,9 @@
-"""Who is alive: MPI with ULFM (fault-tolerant MPI) asks, agrees, shrinks; a watchdog ends ranks."""
+"""Who is alive.
+
+ulfm.py      asks, agrees, shrinks, by fault-tolerant MPI; interface.py says what that means
+engine.py    the one thread that calls MPI
+watcher.py   replicas die whole: a rank leaves when a mate has died
+watchdog.py  each rank's parent: however the rank ends, it makes the others notice
+death.py     last words, then SIGKILL
+quorum.py    which side of a partition may go on, and what proves a death
+"""
