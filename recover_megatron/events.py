@@ -114,11 +114,10 @@ class Repaired(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated(Event):
-    """All live ranks have agreed to commit a batch of an evaluation. `assignment` says who computed
-    what; `bucket_epochs` under which world epochs the buckets were reduced."""
+class _Batch(Event):
+    """All live ranks have agreed to commit a batch. `assignment` says who computed what;
+    `bucket_epochs` under which world epochs the buckets were reduced."""
 
-    KIND = "evaluated"
     world_epoch: int = 0
     assignment: str = ""
     microbatches: int = 0
@@ -126,8 +125,15 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Committed(Evaluated):
-    """All live ranks have agreed to commit an iteration."""
+class Evaluated(_Batch):
+    """A batch of an evaluation."""
+
+    KIND = "evaluated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed(_Batch):
+    """The batch of an iteration."""
 
     KIND = "committed"
     iteration: int

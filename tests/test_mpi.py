@@ -34,8 +34,9 @@ def mpirun(job: str, replicas: int, words: list[str]) -> list[str]:
 
 
 def said_by_ranks(output: str) -> list[str]:
-    """Without the lines of mpirun's own run-time, which begin with `[host:pid]`."""
-    return [line for line in output.splitlines() if not re.match(r"\[[^]]+:\d+\] ", line)]
+    """Without the lines of MPI's own run-time, which begin with `[host:pid]` or `[warn]`."""
+    ours = re.compile(r"(?!\[[^]]+:\d+\] |\[warn\] )")
+    return [line for line in output.splitlines() if ours.match(line)]
 
 
 LAUNCHER = """
