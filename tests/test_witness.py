@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from recover_megatron.hosts import agent, rank, witness
+from recover_megatron.hosts import agent, rank, relay, witness
 from recover_megatron.hosts.addresses import address_towards, own_addresses
 from recover_megatron.hosts.folder import HostFolder
 from recover_megatron.hosts.links import loop
@@ -241,3 +241,26 @@ def test_without_a_witness_there_is_nothing_to_do():
 def test_addresses_of_this_host():
     assert address_towards("localhost") == HERE
     assert HERE not in own_addresses()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cut", "no_quorum", "left"),
+    [
+        (None, True, False, False),  # they have not begun
+        (2, True, True, False),
+        (0, False, False, False),  # mpirun will end the daemon
+        (0, True, False, True),
+        (0, False, True, True),
+    ],
+)
+def test_when_the_daemon_waits_for_orders_that_will_not_come(ranks, cut, no_quorum, left):
+    assert relay.nothing_is_left(ranks, cut, no_quorum) == left
+
+
+def test_what_a_host_does_in_the_lost_launchers_place():
+    orphaned = {"": ["scancel", "7"], "5": ["scontrol", "requeue", "7"]}
+    assert relay.duty(orphaned, "0", no_quorum=False) == ["scancel", "7"]
+    assert relay.duty(orphaned, "5", no_quorum=False) == ["scontrol", "requeue", "7"]
+    assert relay.duty(orphaned, "5", no_quorum=True) is None
+    assert relay.duty(orphaned, "", no_quorum=False) is None
+    assert relay.duty({}, "0", no_quorum=False) is None

@@ -24,6 +24,7 @@ import numpy as np
 from recover_megatron.collectives.fabric.interface import Array, Fabric
 from recover_megatron.collectives.membership.interface import Membership
 from recover_megatron.collectives.membership.quorum import has_quorum
+from recover_megatron.collectives.membership.settling import Settling
 from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import InvariantViolation, NoQuorum, ReplicaLost, Unrecoverable
 from recover_megatron.world import ReplicaLayout, World
@@ -40,6 +41,7 @@ SUBJECTS = (
     *("end", "left"),
 )
 _SUBJECT_BITS = 5
+_LOOK_S = 0.005  # between two looks at the dead while they settle
 _NUMBER_AT, _COMPLEMENT_AT = 5, 5 + _SUBJECT_BITS
 _SUBJECT_MASK = (1 << _SUBJECT_BITS) - 1
 
@@ -240,23 +242,18 @@ class GuardedCommunicator:
         self._membership.revoke()
 
     def _settle(self) -> None:
-        """Wait until the set of the dead is quiet and holds whole replicas only.
-
-        A replica dies rank by rank: each needs some milliseconds to see its mate's death. Shrinking
-        in the middle of that costs another round, and can crash Open MPI 5.0.11 (docs/ulfm.md, rule
-        6). The limit is for a mate that cannot die at once: shrink then waits for it, or the next
-        round finds it.
-        """
-        limit = time.monotonic() + self._config.settle_limit_s
-        # The dead of earlier repairs are in the set too, as whole replicas.
-        dead, since = self._membership.failed(), time.monotonic()
-        while (now := time.monotonic()) < limit:
-            if now - since >= self._config.settle_s and self._layout.only_whole(dead):
-                return
-            time.sleep(0.005)
-            seen = self._membership.failed()
-            if seen != dead:
-                dead, since = seen, time.monotonic()
+        """Wait until the dead have died (membership/settling.py)."""
+        config, dead = self._config, self._membership.failed()
+        settling = Settling(
+            self._layout,
+            config.settle_s,
+            config.settle_limit_s,
+            dead=dead,
+            now=time.monotonic(),
+        )
+        while not settling.over(dead, time.monotonic()):
+            time.sleep(_LOOK_S)
+            dead = self._membership.failed()
 
 
 def _subject_bits(about: str) -> int:

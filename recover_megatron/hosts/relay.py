@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from recover_megatron.console import say
@@ -92,30 +92,39 @@ def _wait(
             return daemon.wait(0.1)
         except subprocess.TimeoutExpired:
             pass
-        if witness.left != 0:
-            continue
-        if tunnel.far_lost.is_set() or mpirun_is_fenced() or witness.folder.has("no_quorum"):
+        cut = tunnel.far_lost.is_set() or mpirun_is_fenced()
+        if nothing_is_left(witness.left, cut, witness.folder.has("no_quorum")):
             say("mpirun is out of reach and no rank is left here", "relay")
             _kill_group(daemon)
             return None
+
+
+def nothing_is_left(ranks: int | None, mpirun_is_cut: bool, no_quorum: bool) -> bool:
+    """True if the daemon here waits for orders that will not come: all of this host's ranks have
+    ended (None: they have not begun), and mpirun is out of reach, or they had to leave."""
+    return ranks == 0 and (mpirun_is_cut or no_quorum)
+
+
+def duty(orphaned: Mapping[str, Sequence[str]], code: str, no_quorum: bool) -> Sequence[str] | None:
+    """What is to be done in the lost launcher's place after a job that ended with `code` (empty if
+    it is not known), by the code, or "" for all others. Nothing on hosts that had to leave: the job
+    goes on elsewhere."""
+    if no_quorum or not code:
+        return None
+    return orphaned.get(code) or orphaned.get("") or None
 
 
 def _in_the_launchers_place(
     orphaned: dict[str, list[str]], witness: Witness, launcher: str
 ) -> None:
     """The launcher's host was lost and the job has ended all the same: its last duty, such as to
-    end the Slurm job, is done from one of the hosts that are left. Not from those that had to
-    leave: the job goes on elsewhere."""
-    if witness.folder.has("no_quorum"):
-        return
+    end the Slurm job, is done from one of the hosts that are left."""
     limit = time.monotonic() + _END_S
     while not witness.over and time.monotonic() < limit:
         time.sleep(0.1)
     (code,) = witness.folder.lines("done") or ("",)
-    command = orphaned.get(code) or orphaned.get("")
-    if code and command:
-        if not witness.take_duty(launcher):
-            return
+    command = duty(orphaned, code, witness.folder.has("no_quorum"))
+    if command and witness.take_duty(launcher):
         say(f"in the launcher's place: {' '.join(command)}", "relay")
         with contextlib.suppress(OSError):
             subprocess.run(command, timeout=_END_S, check=False)
