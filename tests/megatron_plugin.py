@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from unittest.mock import MagicMock
 
 from recover_megatron.adapters.megatron import cpu
-from recover_megatron.config import RecoveryConfig
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 cpu.install_torch()
@@ -22,8 +20,6 @@ cpu.install_training()
 
 from recover_megatron.adapters.megatron.bootstrap import _host  # noqa: E402
 from recover_megatron.adapters.megatron.hooks import Hooks  # noqa: E402
+from recover_megatron.testing.lone import lone_session  # noqa: E402
 
-session = MagicMock()
-session.config = RecoveryConfig()
-session.injector.plans.return_value = False
-Hooks(session, _host(__file__)).install()
+Hooks(lone_session(), _host(__file__)).install()

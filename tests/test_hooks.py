@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 
 from recover_megatron.adapters.megatron.gradient_source import MegatronGradients
 from recover_megatron.adapters.megatron.passes import Pass, interleaved_padding
-from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import ConfigError
-from recover_megatron.recovery.present import PresentWorld
-from recover_megatron.world import World
-
-
-def fake_session():
-    injector = SimpleNamespace(plans=lambda phase: False)
-    world = PresentWorld(World(0, (0, 1)))
-    return SimpleNamespace(injector=injector, world=world, replica_id=0, config=RecoveryConfig())
+from recover_megatron.testing.lone import lone_session
 
 
 def test_install_replaces_every_name_and_uninstall_restores_it():
@@ -31,7 +23,7 @@ def test_install_replaces_every_name_and_uninstall_restores_it():
     modules = (training, arguments, global_vars, checkpointing)
     before = [dict(vars(module)) for module in modules]
     host = Host(training, arguments, (arguments,), global_vars, checkpointing)
-    hooks = Hooks(fake_session(), host)
+    hooks = Hooks(lone_session(), host)
     hooks.install()
     for module, names in zip(modules, before, strict=True):
         changed = {name for name, value in vars(module).items() if value is not names.get(name)}
@@ -46,7 +38,7 @@ def test_a_megatron_without_a_hooked_name_is_refused_with_the_name():
 
     module = SimpleNamespace(__name__="megatron.training.training")
     with pytest.raises(ConfigError, match="has no get_forward_backward_func"):
-        Hooks(fake_session(), Host(module, module, (), module, module)).install()
+        Hooks(lone_session(), Host(module, module, (), module, module)).install()
 
 
 def fake_model(grad: torch.Tensor, shards: int = 1):
