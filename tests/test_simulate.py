@@ -14,7 +14,7 @@ from recover_megatron.errors import ConfigError
 from recover_megatron.goodput.costs import Growth, Job, Recover, Restart
 from recover_megatron.goodput.failures import Failure, parse_failures
 from recover_megatron.goodput.run import simulate
-from recover_megatron.goodput.simulate import load, sweep
+from recover_megatron.goodput.simulate import Failures, load, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 CALIBRATIONS = sorted((ROOT / "configs" / "calibration").glob("*.yaml"))
@@ -198,7 +198,10 @@ def test_more_failures_cost_more_and_recovery_less_than_a_restart():
         mean: {
             o.system: o.goodput
             for o in sweep(
-                calibration, [8192], parse_failures(f"exponential:mean={mean}"), 0, 36_000, 1
+                calibration,
+                [8192],
+                Failures(parse_failures(f"exponential:mean={mean}"), 0, seed=1),
+                36_000,
             )
         }
         for mean in (2000, 8000)

@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     calibration = load(args.calibration)
     sizes = _sizes(args.gpus, calibration.job)
     trace = parse_failures(args.failures)
-    outcomes = sweep(calibration, sizes, trace, args.failures_at, 3600 * args.hours, args.seed)
+    failures = Failures(trace, args.failures_at, args.seed)
+    outcomes = sweep(calibration, sizes, failures, 3600 * args.hours)
     args.out.mkdir(parents=True, exist_ok=True)
     write_csv(outcomes, args.out / "goodput.csv")
     notes = [f"failures {args.failures}, {args.hours:g} hours, seed {args.seed}"]
@@ -144,13 +145,17 @@ def _sizes(text: str, job: Job) -> list[int]:
     return sizes
 
 
+@dataclass(frozen=True)
+class Failures:
+    """`trace` is that of a machine of `at` GPUs; what is left to chance is drawn from `seed`."""
+
+    trace: FailureTrace
+    at: int
+    seed: int
+
+
 def sweep(
-    calibration: Calibration,
-    sizes: Sequence[int],
-    trace: FailureTrace,
-    failures_at: int,
-    until_s: float,
-    seed: int,
+    calibration: Calibration, sizes: Sequence[int], failures: Failures, until_s: float
 ) -> list[Outcome]:
     """Each system at each size, all of them under the same failures. Microbatches per replica stay
     the calibration's own: the batch grows with the machine."""
@@ -162,10 +167,10 @@ def sweep(
     for gpus in sizes:
         replicas = gpus // calibration.job.gpus_per_replica
         job = replace(calibration.job, replicas=replicas, microbatches=replicas * each)
-        here = trace.scaled(failures_at / gpus) if failures_at else trace
+        here = failures.trace.scaled(failures.at / gpus) if failures.at else failures.trace
         for name, system in calibration.systems.items():
-            failures = here.failures(gpus, seed)
-            result = simulate(job, system, failures, until_s=until_s, mean_s=here.mean_s)
+            drawn = here.failures(gpus, failures.seed)
+            result = simulate(job, system, drawn, until_s=until_s, mean_s=here.mean_s)
             ideal_s = each * job.compute_s + best.at(replicas)
             outcomes.append(_outcome(name, result, ideal_s))
     return outcomes

@@ -16,7 +16,7 @@ from experiment import published, read_csv, write_csv, write_summary
 from recover_megatron.goodput.costs import Growth, Job, Recover, Restart
 from recover_megatron.goodput.failures import Failure, parse_failures
 from recover_megatron.goodput.run import Result, simulate
-from recover_megatron.goodput.simulate import load, plot, sweep
+from recover_megatron.goodput.simulate import Failures, load, plot, sweep
 from recover_megatron.goodput.simulate import write_csv as write_outcomes
 
 CONFIGS = Path("configs/calibration")
@@ -37,7 +37,7 @@ def run(quick: bool, out: Path) -> dict[str, Any]:
     calibration = load(CONFIGS / "scale.yaml")
     sizes = [int(size) for size in SCALE.split(",")][: 2 if quick else None]
     trace, hours = parse_failures("exponential:mean=1080"), 6 if quick else 72
-    outcomes = sweep(calibration, sizes, trace, 99968, 3600 * hours, seed=0)
+    outcomes = sweep(calibration, sizes, Failures(trace, 99968, seed=0), 3600 * hours)
     write_outcomes(outcomes, folder / "goodput.csv")
     note = f"one failure every 18 minutes at 100,000 GPUs (exponential), {hours} hours, seed 0"
     plot(outcomes, [note, *calibration.assumptions], folder / "goodput.png")

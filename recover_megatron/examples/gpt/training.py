@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -80,31 +81,35 @@ def checkpoint_and_decide_exit(
     return leaving
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What is trained, one model chunk per virtual pipeline stage, and what trains it."""
+
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+
+
 def train_step(
-    args: argparse.Namespace,
-    forward_step: ForwardStep,
-    schedule: Any,
-    data_iterator: Any,
-    model: list[Any],
-    optimizer: Any,
-    scheduler: Any,
+    forward_step: ForwardStep, schedule: Any, data_iterator: Any, trained: Trained
 ) -> tuple[dict[str, float], float | None]:
     """One iteration; returns the losses (last pipeline stage only) and the gradient norm."""
-    for chunk in model:
+    args = get_args()
+    for chunk in trained.model:
         chunk.zero_grad_buffer()
-    optimizer.zero_grad()
+    trained.optimizer.zero_grad()
     losses = schedule(
         forward_step_func=forward_step,
         data_iterator=data_iterator,
-        model=model,
+        model=trained.model,
         num_microbatches=get_num_microbatches(),
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         forward_only=False,
     )
-    successful, grad_norm, _ = optimizer.step()
+    successful, grad_norm, _ = trained.optimizer.step()
     if successful:
-        scheduler.step(increment=get_current_global_batch_size())
+        trained.scheduler.step(increment=get_current_global_batch_size())
     totals = {key: (total[0] / total[1]).item() for key, total in _reduced(losses).items()}
     return totals, None if grad_norm is None else float(grad_norm)
 
@@ -122,13 +127,13 @@ def _reduced(losses: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def evaluate_and_print_results(
-    args: argparse.Namespace,
     forward_step: ForwardStep,
     schedule: Any,
     data_iterator: Any,
     model: list[Any],
     iteration: int,
 ) -> None:
+    args = get_args()
     for chunk in model:
         chunk.eval()
     totals: dict[str, torch.Tensor] = {}
@@ -168,15 +173,14 @@ def _check_validation(args: argparse.Namespace, chunks: Sequence[Sequence[Any]])
 
 
 def training_log(
-    args: argparse.Namespace,
     iteration: int,
     seconds: float,
     losses: dict[str, float],
     grad_norm: float | None,
     learning_rate: float,
-    batch_size: int,
 ) -> None:
     """Megatron's line, from its last rank, and TensorBoard's scalars."""
+    args = get_args()
     totals: dict[str, torch.Tensor] = {}
     if args.num_experts is not None:
         scale = 1 / get_num_microbatches()
@@ -193,7 +197,7 @@ def training_log(
         f" consumed samples: {args.consumed_train_samples:12d}",
         f" elapsed time per iteration (ms): {seconds * 1000:.1f}",
         f" learning rate: {learning_rate:.6E}",
-        f" global batch size: {batch_size:5d}",
+        f" global batch size: {get_current_global_batch_size():5d}",
         *(f" {key}: {value:.6E}" for key, value in losses.items()),
     ]
     if grad_norm is not None:
@@ -207,14 +211,9 @@ def print_rank_last(message: str) -> None:
 
 
 def train(
-    args: argparse.Namespace,
-    forward_step: ForwardStep,
-    data_iterator: Any,
-    valid_iterator: Any,
-    model: list[Any],
-    optimizer: Any,
-    scheduler: Any,
+    forward_step: ForwardStep, data_iterator: Any, valid_iterator: Any, trained: Trained
 ) -> None:
+    args, model, optimizer = get_args(), trained.model, trained.optimizer
     config = get_model_config(model[0])
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
@@ -229,21 +228,19 @@ def train(
         args.curr_iteration = args.iteration
         update_num_microbatches(args.consumed_train_samples)
         batch_size = get_current_global_batch_size()
-        losses, grad_norm = train_step(
-            args, forward_step, schedule, data_iterator, model, optimizer, scheduler
-        )
+        losses, grad_norm = train_step(forward_step, schedule, data_iterator, trained)
         args.iteration += 1
         args.consumed_train_samples += batch_size
         seconds = time.perf_counter() - started
         if args.iteration % args.log_interval == 0:
             rate = optimizer.param_groups[0]["lr"]
-            training_log(args, args.iteration, seconds, losses, grad_norm, rate, batch_size)
+            training_log(args.iteration, seconds, losses, grad_norm, rate)
         if args.eval_iters and args.iteration % args.eval_interval == 0:
             evaluate_and_print_results(
-                args, forward_step, schedule, valid_iterator, model, args.iteration
+                forward_step, schedule, valid_iterator, model, args.iteration
             )
         if checkpoint_and_decide_exit(
-            model, optimizer, scheduler, args.iteration, 0.0, None, data_iterator
+            model, optimizer, trained.scheduler, args.iteration, 0.0, None, data_iterator
         ):
             break
 
@@ -259,7 +256,7 @@ def pretrain(forward_step: ForwardStep) -> None:
     chunks = [build_train_valid_test_data_loaders(args, chunk.vp_stage) for chunk in model]
     train_data, valid_data = chunks[0] if len(model) == 1 else map(list, zip(*chunks, strict=True))
     _check_validation(args, chunks)
-    train(args, forward_step, train_data, valid_data, model, optimizer, scheduler)
+    train(forward_step, train_data, valid_data, Trained(model, optimizer, scheduler))
     if torch.cuda.is_available():
         print_rank_last(f"peak device memory: {torch.cuda.max_memory_allocated()} bytes")
     torch.distributed.barrier()

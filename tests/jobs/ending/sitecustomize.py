@@ -88,13 +88,13 @@ def change(module, when, how, in_thread):
             end(how, in_thread)
         return build(*args)
 
-    def train_step(args, forward_step, *more):
+    def train_step(forward_step, *more):
         def ending_forward_step(*data):
-            if when == str(args.curr_iteration + 1) and not MARK.exists():
+            if when == str(module.get_args().curr_iteration + 1) and not MARK.exists():
                 end(how, in_thread)
             return forward_step(*data)
 
-        return step(args, ending_forward_step, *more)
+        return step(ending_forward_step, *more)
 
     def training(*args):
         try:
