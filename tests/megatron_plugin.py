@@ -18,8 +18,8 @@ cpu.install_core()
 training = importlib.import_module("megatron.training.training")
 cpu.install_training()
 
-from recover_megatron.adapters.megatron.bootstrap import _host  # noqa: E402
+from recover_megatron.adapters.megatron.bootstrap import hooked_modules  # noqa: E402
 from recover_megatron.adapters.megatron.hooks import Hooks  # noqa: E402
 from recover_megatron.testing.lone import lone_session  # noqa: E402
 
-Hooks(lone_session(), _host(__file__)).install()
+Hooks(lone_session(), hooked_modules(__file__)).install()

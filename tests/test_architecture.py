@@ -127,3 +127,15 @@ def test_functions_stay_short():
             if isinstance(node, ast.FunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 assert lines <= 70, f"{name(path)}: {node.name} has {lines} lines"
+
+
+MEGATRONS_SIGNATURES = {"save_checkpoint_and_time", "checkpoint_and_decide_exit"}
+
+
+def test_functions_take_at_most_five_parameters():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name not in MEGATRONS_SIGNATURES:
+                positional = [*node.args.posonlyargs, *node.args.args]
+                names = [each.arg for each in positional if each.arg not in ("self", "cls")]
+                assert len(names) <= 5, f"{name(path)}: {node.name} takes {names}"

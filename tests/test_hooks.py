@@ -17,12 +17,12 @@ from recover_megatron.testing.lone import lone_session
 
 def test_install_replaces_every_name_and_uninstall_restores_it():
     from recover_megatron.adapters.megatron.hooks import Hooks
-    from recover_megatron.adapters.megatron.host import Host
+    from recover_megatron.adapters.megatron.modules import MegatronModules
     from recover_megatron.examples.gpt import arguments, checkpointing, global_vars, training
 
     modules = (training, arguments, global_vars, checkpointing)
     before = [dict(vars(module)) for module in modules]
-    host = Host(training, arguments, (arguments,), global_vars, checkpointing)
+    host = MegatronModules(training, arguments, (arguments,), global_vars, checkpointing)
     hooks = Hooks(lone_session(), host)
     hooks.install()
     for module, names in zip(modules, before, strict=True):
@@ -34,11 +34,11 @@ def test_install_replaces_every_name_and_uninstall_restores_it():
 
 def test_a_megatron_without_a_hooked_name_is_refused_with_the_name():
     from recover_megatron.adapters.megatron.hooks import Hooks
-    from recover_megatron.adapters.megatron.host import Host
+    from recover_megatron.adapters.megatron.modules import MegatronModules
 
     module = SimpleNamespace(__name__="megatron.training.training")
     with pytest.raises(ConfigError, match="has no get_forward_backward_func"):
-        Hooks(lone_session(), Host(module, module, (), module, module)).install()
+        Hooks(lone_session(), MegatronModules(module, module, (), module, module)).install()
 
 
 def fake_model(grad: torch.Tensor, shards: int = 1):

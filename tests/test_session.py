@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recover_megatron.errors import ConfigError, InvariantViolation
-from recover_megatron.recovery.snapshot import Snapshot
+from recover_megatron.recovery.bucket import Snapshot
 from recover_megatron.session.feeds import EvaluationFeed, EvaluationLoader, MicrobatchFeed
 from recover_megatron.session.gradients import GradientBuckets
 from recover_megatron.session.iteration import NanRule
@@ -73,7 +73,7 @@ def test_the_feed_serves_exactly_the_assigned_microbatches():
     loader = feed.loader(torch.arange(100), micro_batch_size=2, dp=(0, 1))
     feed.supply([3, 0], consumed_samples=20)
     assert [next(loader).tolist(), next(loader).tolist()] == [[26, 27], [20, 21]]
-    assert feed.fetched == [[26, 27], [20, 21]]
+    assert feed.fetched == ((26, 27), (20, 21))
     with pytest.raises(InvariantViolation, match="not assigned"):
         next(loader)
     feed.supply([1], consumed_samples=20)
@@ -94,7 +94,7 @@ def test_with_streams_the_feed_goes_on_where_this_replicas_stream_stands():
     feed.begin()
     feed.supply([0], consumed_samples=0)
     assert next(loader).item() == (1 + 7 * 3 + 1) % 20
-    assert feed.fetched == [[3]]
+    assert feed.fetched == ((3,),)
 
 
 def test_stream_positions_are_kept_beside_the_checkpoint(tmp_path):

@@ -11,14 +11,14 @@ import pytest
 
 from recover_megatron import cli
 from recover_megatron.errors import ConfigError
-from recover_megatron.goodput.costs import Growth, Job, Recover, Restart
+from recover_megatron.goodput.costs import Growth, Recover, Restart, SimulatedJob
 from recover_megatron.goodput.failures import Failure, parse_failures
 from recover_megatron.goodput.run import simulate
 from recover_megatron.goodput.simulate import Failures, load, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 CALIBRATIONS = sorted((ROOT / "configs" / "calibration").glob("*.yaml"))
-JOB = Job(4, 2, 12, 10, 1.0)  # 3 microbatches of a second each
+JOB = SimulatedJob(4, 2, 12, 10, 1.0)  # 3 microbatches of a second each
 RECOVER = Recover(Growth(0.5), 2.0, Growth(0.25), Growth(0.125))
 RESTART = Restart(Growth(0.5), 2.0, 5.0, 1.0, 0.75, interval=2)
 
@@ -81,7 +81,7 @@ def test_when_no_replica_is_left_it_says_so():
 
 def test_spares_of_the_versatile_policy_cost_no_computation():
     """12 over 5 replicas: G = 3, four majors and a spare, which computes 3 and stands in."""
-    job = Job(5, 2, 12, 10, 1.0)
+    job = SimulatedJob(5, 2, 12, 10, 1.0)
     versatile = Recover(Growth(0.5), 2.0, Growth(0.25), Growth(0.125), policy="versatile")
     result = simulate(job, versatile, [Failure(0, iteration=1)], until_iteration=1)
     assert result.last.time_s == pytest.approx(5.5 + 0.625)

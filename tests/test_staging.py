@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.recovery.snapshot import Snapshot
+from recover_megatron.recovery.bucket import Snapshot
 from recover_megatron.session.gradients import GradientBuckets
 from recover_megatron.session.staging import StagedPiece
 

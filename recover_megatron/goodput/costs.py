@@ -18,7 +18,7 @@ class Growth:
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """`microbatches` is B, of the whole job; `compute_s` is one microbatch's time in one replica
     (t_c of the paper's throughput formula)."""
 

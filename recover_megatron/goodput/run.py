@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil, sqrt
 
-from recover_megatron.goodput.costs import Job, Recover, Restart, System
+from recover_megatron.goodput.costs import Recover, Restart, SimulatedJob, System
 from recover_megatron.goodput.failures import Failure
 from recover_megatron.recovery import machine
 from recover_megatron.workload.assignment import Assignment
@@ -46,7 +46,7 @@ class Cost:
 class Result:
     """`moments` has one at least for each change, ascending in time."""
 
-    job: Job
+    job: SimulatedJob
     moments: list[Moment]
     costs: list[Cost]
     saves: int = 0
@@ -77,7 +77,7 @@ class Result:
 
 
 def simulate(
-    job: Job,
+    job: SimulatedJob,
     system: System,
     failures: Iterable[Failure],
     *,
@@ -102,7 +102,7 @@ def simulate(
 class _Run:
     """The clock, the pending failure, and the record."""
 
-    def __init__(self, job: Job, failures: Iterator[Failure], until_s: float):
+    def __init__(self, job: SimulatedJob, failures: Iterator[Failure], until_s: float):
         self.job = job
         self.until_s = until_s
         self.failures = failures
@@ -156,7 +156,7 @@ class _Run:
 class _Restarting(_Run):
     def __init__(
         self,
-        job: Job,
+        job: SimulatedJob,
         system: Restart,
         failures: Iterator[Failure],
         until_s: float,
@@ -217,7 +217,9 @@ class _Restarting(_Run):
 
 
 class _Recovering(_Run):
-    def __init__(self, job: Job, system: Recover, failures: Iterator[Failure], until_s: float):
+    def __init__(
+        self, job: SimulatedJob, system: Recover, failures: Iterator[Failure], until_s: float
+    ):
         super().__init__(job, failures, until_s)
         self.system = system
         self.policy = make_policy(system.policy)

@@ -15,7 +15,7 @@ from typing import Any
 from recover_megatron import plots
 from recover_megatron.config import POLICIES
 from recover_megatron.errors import ConfigError
-from recover_megatron.goodput.costs import Growth, Job, Recover, Restart, System
+from recover_megatron.goodput.costs import Growth, Recover, Restart, SimulatedJob, System
 from recover_megatron.goodput.failures import FailureTrace, parse_failures
 from recover_megatron.goodput.run import Result, simulate
 
@@ -26,7 +26,7 @@ KINDS: dict[str, type[Restart] | type[Recover]] = {"restart": Restart, "recover"
 class Calibration:
     """A calibration file: the job, the systems by name, and what was assumed."""
 
-    job: Job
+    job: SimulatedJob
     systems: Mapping[str, System]
     assumptions: tuple[str, ...]
 
@@ -108,7 +108,7 @@ def load(path: Path) -> Calibration:
         policy = getattr(systems[name], "policy", "exact")
         if policy not in POLICIES:
             raise ConfigError(f"--calibration {path}: {name}: policy must be one of {POLICIES}")
-    job = _build(Job, data["job"], f"{path}: job")
+    job = _build(SimulatedJob, data["job"], f"{path}: job")
     return Calibration(job, systems, tuple(data["assumptions"]))
 
 
@@ -133,7 +133,7 @@ def _value(value: Any, grows: bool) -> Any:
     return Growth(*numbers) if grows else value
 
 
-def _sizes(text: str, job: Job) -> list[int]:
+def _sizes(text: str, job: SimulatedJob) -> list[int]:
     words = [word for word in text.split(",") if word.strip()]
     try:
         sizes = [int(word) for word in words] or [job.gpus]

@@ -20,8 +20,8 @@ from recover_megatron.events import (
     SyncFailed,
 )
 from recover_megatron.recovery import machine
+from recover_megatron.recovery.bucket import Array, Bucket, Snapshot
 from recover_megatron.recovery.present import PresentWorld
-from recover_megatron.recovery.snapshot import Array, Bucket, Snapshot
 from recover_megatron.workload.assignment import Assignment
 from recover_megatron.workload.policy import ExactPolicy, moved
 from recover_megatron.world import World

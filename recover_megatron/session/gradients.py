@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from recover_megatron.recovery.snapshot import Bucket
+from recover_megatron.recovery.bucket import Bucket
 from recover_megatron.session.staging import CudaDevice, Device, HostDevice, StagedPiece
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recover_megatron.recovery.snapshot import Bucket, Snapshot
+from recover_megatron.recovery.bucket import Bucket, Snapshot
 from recover_megatron.session.gradients import GradientBuckets
 from recover_megatron.session.statistics import Losses, Statistics
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from recover_megatron.errors import InvariantViolation
-from recover_megatron.recovery.snapshot import Bucket
+from recover_megatron.recovery.bucket import Bucket
 
 Losses = list[dict[str, torch.Tensor]]
 

@@ -12,9 +12,9 @@ from recover_megatron.config import RecoveryConfig
 from recover_megatron.errors import NoQuorum
 from recover_megatron.events import Committed, Event, Repaired
 from recover_megatron.inject import Injector
+from recover_megatron.recovery.bucket import Bucket
 from recover_megatron.recovery.driver import Driver
 from recover_megatron.recovery.present import PresentWorld
-from recover_megatron.recovery.snapshot import Bucket
 from recover_megatron.testing.scripted import (
     Death,
     ScriptedFabric,

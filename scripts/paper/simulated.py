@@ -13,7 +13,7 @@ from typing import Any
 
 from experiment import published, read_csv, write_csv, write_summary
 
-from recover_megatron.goodput.costs import Growth, Job, Recover, Restart
+from recover_megatron.goodput.costs import Growth, Recover, Restart, SimulatedJob
 from recover_megatron.goodput.failures import Failure, parse_failures
 from recover_megatron.goodput.run import Result, simulate
 from recover_megatron.goodput.simulate import Failures, load, plot, sweep
@@ -131,7 +131,7 @@ def _here(out: Path) -> Iterator[tuple[Any, ...]]:
     facts = json.loads(path.read_text())
     measured = read_csv(out / "failures" / "after_failure.csv")
     detect_s, repair_s, _ = facts["detect_repair_redo_s"]
-    job = Job(
+    job = SimulatedJob(
         facts["replicas"],
         1,
         facts["microbatches_per_iteration"],

@@ -77,10 +77,10 @@ def _run_recovering(
         with _quick_imports():
             session = start(read_job(flags))
             _platform(script, platform)
-            host = _host(script)
+            modules = hooked_modules(script)
         from recover_megatron.adapters.megatron.hooks import Hooks
 
-        Hooks(session, host).install()
+        Hooks(session, modules).install()
         _run(script, namespace)
     except SystemExit as end:
         finish(session, end.code, f"by sys.exit({end.code!r})")
@@ -152,8 +152,9 @@ def _import_training(script: str) -> None:
         ) from None
 
 
-def _host(script: str) -> Any:
-    from recover_megatron.adapters.megatron.host import Host
+def hooked_modules(script: str) -> Any:
+    """Of the script's Megatron, which has been imported."""
+    from recover_megatron.adapters.megatron.modules import MegatronModules
 
     package = _EXAMPLE if is_ours(script) else "megatron.training"
     if package != _EXAMPLE:
@@ -163,7 +164,7 @@ def _host(script: str) -> Any:
         for name in ("training", "arguments", "initialize", "global_vars", "checkpointing")
     )
     holders = tuple(m for m in (arguments, initialize) if hasattr(m, "validate_args"))
-    return Host(training, arguments, holders, writers, checkpointing)
+    return MegatronModules(training, arguments, holders, writers, checkpointing)
 
 
 def _run(script: str, namespace: dict[str, Any]) -> None:

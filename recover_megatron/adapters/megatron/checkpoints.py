@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from recover_megatron.adapters.megatron.host import Host
+from recover_megatron.adapters.megatron.modules import MegatronModules
 from recover_megatron.events import Rescued, SaveFailed
 from recover_megatron.session.feeds import MicrobatchFeed
 from recover_megatron.session.peers import any_in_replica
@@ -105,11 +105,11 @@ class SaveAttempt:
 
 
 class Checkpoints:
-    """One per process. `host.training` holds Megatron's save_checkpoint_and_time."""
+    """One per process. `megatron.training` holds Megatron's save_checkpoint_and_time."""
 
-    def __init__(self, session: Session, host: Host, feed: MicrobatchFeed):
+    def __init__(self, session: Session, megatron: MegatronModules, feed: MicrobatchFeed):
         self._session = session
-        self._host = host
+        self._megatron = megatron
         self._feed = feed
         self._attempt = SaveAttempt()
         self._mode = Mode.ALONE
@@ -129,7 +129,7 @@ class Checkpoints:
     def save(self, bound: dict[str, Any], mode: Mode) -> None:
         """By Megatron's own function, of what it passes after an iteration."""
         with self.mode(mode):
-            self._host.training.save_checkpoint_and_time(
+            self._megatron.training.save_checkpoint_and_time(
                 bound["iteration"],
                 bound["model"],
                 bound["optimizer"],
@@ -145,7 +145,7 @@ class Checkpoints:
             stock(*args, **more)
             return
         bound = inspect.signature(stock).bind(*args, **more).arguments
-        last = bound["iteration"] == self._host.args.train_iters
+        last = bound["iteration"] == self._megatron.args.train_iters
         mode = Mode.REPEATED if last else self._mode
         driver, saved_by = self._session.driver, None
         while saved_by != driver.world.leader:
@@ -175,9 +175,9 @@ class Checkpoints:
             attempt.failure = error
         if attempt.failure is None:
             self._save_streams(iteration)  # before the checkpoint is announced
-        if getattr(self._host.args, "async_save", False) and attempt.failure is None:
+        if getattr(self._megatron.args, "async_save", False) and attempt.failure is None:
             if mode is Mode.REPEATED:
-                self._host.training.maybe_finalize_async_save(blocking=True)
+                self._megatron.training.maybe_finalize_async_save(blocking=True)
         else:
             self._publish(iteration)
         session.injector.leave("save")
@@ -187,7 +187,7 @@ class Checkpoints:
         if streams is None or session.position != 0:
             return
         try:
-            save_streams(self._host.args.save, iteration, streams)
+            save_streams(self._megatron.args.save, iteration, streams)
         except OSError as error:
             session.terminal.warn(
                 "streams",
@@ -198,7 +198,7 @@ class Checkpoints:
     def finalize_async_save(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Megatron looks here, after each iteration, whether an asynchronous save has ended."""
         result = stock(*args, **more)
-        if getattr(self._host.args, "async_save", False):
+        if getattr(self._megatron.args, "async_save", False):
             written = self._attempt.written()
             if written is not None:
                 self._publish(written)
@@ -227,7 +227,7 @@ class Checkpoints:
         """Why this rank could not write its part of a checkpoint, None if it can. Asked before the
         save, because Megatron's ranks do not learn of each other's failures in the middle of it.
         All ranks of the replica call it."""
-        args = self._host.args
+        args = self._megatron.args
         parameters = [p for chunk in model for p in chunk.parameters()]
         # Weights; the optimizer's two moments, and its float32 copy of what is not float32.
         size = sum(p.numel() * p.element_size() for p in parameters)
@@ -271,7 +271,7 @@ class Checkpoints:
     def rescue(self, bound: dict[str, Any]) -> None:
         """Save the last committed iteration, which this replica, the last one, still holds, though
         an exception has ended its training. Only if it has ended that of all its ranks."""
-        session, iteration, save = self._session, bound["iteration"], self._host.args.save
+        session, iteration, save = self._session, bound["iteration"], self._megatron.args.save
         if not save or self.saved == iteration or not self._all_ranks_say("broken"):
             return
         session.watchdog.between()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from recover_megatron.adapters.megatron.checkpoints import Checkpoints, Mode
-from recover_megatron.adapters.megatron.host import Host
+from recover_megatron.adapters.megatron.modules import MegatronModules
 from recover_megatron.collectives.guard import OUT_OF_TIME, SIGNALLED
 from recover_megatron.errors import StopRequested, TooFewReplicas
 from recover_megatron.events import Parameters
@@ -22,8 +22,10 @@ class Exits:
     """One per process. Megatron's own exits by time and by signal are one replica's decision; here
     all agree."""
 
-    def __init__(self, session: Session, host: Host, checkpoints: Checkpoints, peers: Peers):
-        self._session, self._host = session, host
+    def __init__(
+        self, session: Session, megatron: MegatronModules, checkpoints: Checkpoints, peers: Peers
+    ):
+        self._session, self._megatron = session, megatron
         self._checkpoints, self._peers = checkpoints, peers
         self._started = time.monotonic()
         self._limit_s: float | None = None  # --exit-duration-in-mins
@@ -44,7 +46,7 @@ class Exits:
 
     def checkpoint_and_decide_exit(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Megatron asks after each iteration whether to save and whether to leave."""
-        session, settings = self._session, self._host.args
+        session, settings = self._session, self._megatron.args
         bound = inspect.signature(stock).bind(*args, **more).arguments
         iteration, progress = bound["iteration"], session.progress
         progress.holds(functools.partial(self._checkpoints.rescue, bound))
@@ -82,7 +84,7 @@ class Exits:
 
     def _check_replicas(self, model: Any, iteration: int) -> None:
         session, interval = self._session, self._session.config.check_replicas_interval
-        last = iteration == self._host.args.train_iters
+        last = iteration == self._megatron.args.train_iters
         if interval and (last or iteration % interval == 0):
             with session.waiting_for_peers():
                 parameters = (p for chunk in model for p in chunk.parameters())
@@ -91,7 +93,7 @@ class Exits:
 
     def _save_before_stop(self, bound: dict[str, Any]) -> str:
         """What the leader then says about the checkpoint."""
-        iteration, save = bound["iteration"], self._host.args.save
+        iteration, save = bound["iteration"], self._megatron.args.save
         if not save:
             return "without --save there is no checkpoint"
         self._checkpoints.save(bound, Mode.REPEATED)

@@ -1,6 +1,6 @@
 """The hooks in Megatron's training loop: every name that is replaced, in one table.
 
-`Host` names the modules that hold them: Megatron-LM's own `megatron.training`, or
+`MegatronModules` names those that hold them: Megatron-LM's own `megatron.training`, or
 `recover_megatron.examples.gpt`, whose modules and functions bear the same names. Hook letters as in
 docs/megatron-seams.md, section 1.1. What a hook does stands here if it is about arguments or
 data, else in schedule.py (A, B, C), checkpoints.py and exits.py (E), and logs.py.
@@ -18,9 +18,9 @@ from typing import Any
 
 from recover_megatron.adapters.megatron.checkpoints import Checkpoints
 from recover_megatron.adapters.megatron.exits import Exits
-from recover_megatron.adapters.megatron.host import Host
 from recover_megatron.adapters.megatron.index_cache import one_at_a_time, sweep
 from recover_megatron.adapters.megatron.logs import Logs
+from recover_megatron.adapters.megatron.modules import MegatronModules
 from recover_megatron.adapters.megatron.schedule import Schedules
 from recover_megatron.adapters.megatron.support import (
     check_version,
@@ -40,15 +40,15 @@ logger = logging.getLogger(__name__)
 class Hooks:
     """Holds what the hooks share. `install` replaces the names, `uninstall` restores them."""
 
-    def __init__(self, session: Session, host: Host):
+    def __init__(self, session: Session, megatron: MegatronModules):
         self._session = session
-        self._host = host
+        self._megatron = megatron
         self._stock: dict[tuple[Any, str], Any] = {}  # by module or class, and name
         self._peers = Peers(session)
-        self._schedules = Schedules(session, host)
-        self._checkpoints = Checkpoints(session, host, self._schedules.feed)
-        self._exits = Exits(session, host, self._checkpoints, self._peers)
-        self._logs = Logs(session, host)
+        self._schedules = Schedules(session, megatron)
+        self._checkpoints = Checkpoints(session, megatron, self._schedules.feed)
+        self._exits = Exits(session, megatron, self._checkpoints, self._peers)
+        self._logs = Logs(session, megatron)
 
     def install(self) -> None:
         import megatron.core.pipeline_parallel.schedules as schedules
@@ -57,7 +57,7 @@ class Hooks:
         from megatron.core.package_info import __version__ as version
 
         check_version(version, self._session.config.allow_untested_megatron)
-        host, training, replace = self._host, self._host.training, self._replace
+        modules, training, replace = self._megatron, self._megatron.training, self._replace
         run, keep, logs = self._schedules, self._checkpoints, self._logs
         replace(training, "get_forward_backward_func", run.get_forward_backward_func)  # A
         replace(training, "finalize_model_grads", run.finalize_model_grads)  # B
@@ -71,23 +71,23 @@ class Hooks:
             replace(training, "dummy_train_step", run.skip_iteration)
         replace(training, "save_checkpoint", keep.save_checkpoint)  # E
         replace(training, "checkpoint_and_decide_exit", self._exits.checkpoint_and_decide_exit)
-        replace(host.checkpointing, "get_checkpoint_tracker_filename", keep.tracker_filename)
+        replace(modules.checkpointing, "get_checkpoint_tracker_filename", keep.tracker_filename)
         if hasattr(training, "maybe_finalize_async_save"):
             replace(training, "maybe_finalize_async_save", keep.finalize_async_save)
         self._defer_failed_writes()
-        replace(host.arguments, "add_megatron_arguments", self._add_arguments)  # F
-        for module in host.validators:
+        replace(modules.arguments, "add_megatron_arguments", self._add_arguments)  # F
+        for module in modules.validators:
             replace(module, "validate_args", self._validate_args)
         replace(training, "training_log", logs.training_log)
         replace(training, "print_rank_last", logs.print_rank_last)
-        replace(host.writers, "_set_tensorboard_writer", logs.set_tensorboard_writer)
-        if hasattr(host.writers, "_set_wandb_writer"):
-            replace(host.writers, "_set_wandb_writer", logs.set_wandb_writer)
+        replace(modules.writers, "_set_tensorboard_writer", logs.set_tensorboard_writer)
+        if hasattr(modules.writers, "_set_wandb_writer"):
+            replace(modules.writers, "_set_wandb_writer", logs.set_wandb_writer)
         for name in (
             "append_to_progress_log",
             "compute_throughputs_and_append_to_progress_log",
         ):
-            for module in (training, host.checkpointing):
+            for module in (training, modules.checkpointing):
                 if hasattr(module, name):
                     replace(module, name, logs.only_by_leader)
         if self._session.injector.plans("backward"):
@@ -173,7 +173,7 @@ class Hooks:
         from megatron.core.datasets.utils import Split
 
         split = getattr(dataset, "index_split", getattr(dataset, "split", None))
-        args, run = self._host.args, self._schedules
+        args, run = self._megatron.args, self._schedules
         shared = run.shares_evaluation or split == Split.train
         if dataset is None or split is None or not shared:
             return stock(dataset, consumed)
@@ -190,10 +190,7 @@ class Hooks:
     def _build_data_loaders(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """The leader first: every replica's rank 0 would write the same index cache files."""
         session, built = self._session, None
-        whole = ("full_validation", "multiple_validation_sets")
-        # The same at all ranks, also those that read no data.
-        settings, driver = self._host.args, session.driver
-        self._schedules.shares_evaluation = not any(getattr(settings, n, False) for n in whole)
+        settings, driver = self._megatron.args, session.driver
         self._peers.check_same_iteration(getattr(settings, "iteration", 0))
         self._start_streams()
         turn = None
@@ -210,7 +207,7 @@ class Hooks:
 
     def _sweep_index_caches(self) -> None:
         """By one rank: Megatron's others wait for it before they look."""
-        args = self._host.args
+        args = self._megatron.args
         if self._session.position:
             return
         words = [
@@ -229,7 +226,7 @@ class Hooks:
 
     def _start_streams(self) -> None:
         """At every rank, also those that read no data: all know all streams."""
-        session, args = self._session, self._host.args
+        session, args = self._session, self._megatron.args
         size = args.micro_batch_size * args.data_parallel_size
         found = load_streams(args.load, getattr(args, "iteration", 0), size)
         streams = streams_to_start_with(

@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.adapters.megatron.host import Host
+from recover_megatron.adapters.megatron.modules import MegatronModules
 from recover_megatron.session.session import Session
 from recover_megatron.session.writers import LeadersWriter
 from recover_megatron.world import World
 
 
 class Logs:
-    """One per process. `host.writers` is the module with Megatron's global writers."""
+    """One per process. `megatron.writers` is the module with Megatron's global writers."""
 
-    def __init__(self, session: Session, host: Host):
+    def __init__(self, session: Session, megatron: MegatronModules):
         self._session = session
-        self._host = host
-        self._writers = host.writers
+        self._megatron = megatron
+        self._writers = megatron.writers
         self._tensorboard: LeadersWriter | None = None
         self._wandb: LeadersWriter | None = None
         self._repair_s = 0.0  # of the driver's, what has been logged
@@ -30,7 +30,7 @@ class Logs:
         session.world.on_change(self._follow)
 
     def training_log(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        session, settings = self._session, self._host.args
+        session, settings = self._session, self._megatron.args
         world, driver = session.world.now, session.driver
         iteration = inspect.signature(stock).bind(*args, **more).arguments["iteration"]
         for writer in self._open():
@@ -70,7 +70,7 @@ class Logs:
     def _of_job(self, replicas: int) -> Iterator[None]:
         """Megatron divides by args.world_size to get numbers per GPU: here by those of `replicas`
         replicas, not of one."""
-        settings = self._host.args
+        settings = self._megatron.args
         own = getattr(settings, "world_size", None)
         settings.world_size = replicas * self._session.layout.ranks_per_replica
         try:

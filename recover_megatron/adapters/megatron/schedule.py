@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from recover_megatron.adapters.megatron.gradient_source import MegatronGradients, batch_counters
-from recover_megatron.adapters.megatron.host import Host
+from recover_megatron.adapters.megatron.modules import MegatronModules
 from recover_megatron.adapters.megatron.passes import FinalizeCall, Pass, padding
 from recover_megatron.adapters.megatron.randomness import BETWEEN, Randomness
 from recover_megatron.errors import Unrecoverable
@@ -49,16 +49,22 @@ class TrainingIteration:
 class Schedules:
     """Runs iterations and evaluations. One per process; the training thread alone uses it."""
 
-    def __init__(self, session: Session, host: Host):
+    def __init__(self, session: Session, megatron: MegatronModules):
         self.feed = MicrobatchFeed(session.replica_id)
         self.evaluation_feed = EvaluationFeed()
         self.randomness = Randomness()
-        self.shares_evaluation = False  # whether evaluation data comes from evaluation_feed
         self._session = session
-        self._host = host
+        self._megatron = megatron
         self._gradients: GradientBuckets | None = None
         self._iteration: TrainingIteration | None = None  # None in evaluation
         self._pass = Pass((), 0)
+
+    @property
+    def shares_evaluation(self) -> bool:
+        """Whether evaluation data comes from `evaluation_feed`. The same at all ranks, also at
+        those that read no data."""
+        whole = ("full_validation", "multiple_validation_sets")
+        return not any(getattr(self._megatron.args, name, False) for name in whole)
 
     # --- A: the schedule -----------------------------------------------------------------------
 
@@ -76,7 +82,7 @@ class Schedules:
         return forward_backward
 
     def _train_iteration(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
-        session, args = self._session, self._host.args
+        session, args = self._session, self._megatron.args
         iteration = TrainingIteration(schedule, call, args.curr_iteration + 1)
         gradients = self._gradients or self._first_iteration(call, iteration.model)
         session.progress.begins(iteration.number)
@@ -113,7 +119,7 @@ class Schedules:
 
     def _first_iteration(self, call: dict[str, Any], model: list[Any]) -> GradientBuckets:
         """Before it the model may still change."""
-        session, args = self._session, self._host.args
+        session, args = self._session, self._megatron.args
         self._gradients = GradientBuckets(MegatronGradients(model), session.config.bucket_bytes)
         session.trace.emit(
             Training(
@@ -139,7 +145,7 @@ class Schedules:
 
         session, driver = self._session, self._session.driver
         session.watchdog.between()
-        session.progress.begins(self._host.args.curr_iteration + 1)
+        session.progress.begins(self._megatron.args.curr_iteration + 1)
         self.feed.committed(driver.policy.plan(driver.world, get_num_microbatches()))
         session.trace.emit(Skipped(iteration=session.progress.iteration))
 
@@ -150,7 +156,7 @@ class Schedules:
         session, model = self._session, iteration.model
         extra = iteration.finalize is not None
         count = len(microbatches) + padding(model, len(microbatches))
-        consumed = self._host.args.consumed_train_samples
+        consumed = self._megatron.args.consumed_train_samples
         numbers = self.feed.supply(microbatches, consumed, count - len(microbatches))
         self._pass = Pass(numbers, len(microbatches))
         session.watchdog.beat()
@@ -182,7 +188,7 @@ class Schedules:
 
         settings: list[tuple[Any, str, Any]] = [
             (get_model_config(model[0]), "timers", None),
-            (self._host.args, "check_for_nan_in_loss_and_grad", False),
+            (self._megatron.args, "check_for_nan_in_loss_and_grad", False),
         ]
         settings += [(chunk.ddp_config, "check_for_nan_in_grad", False) for chunk in model]
         settings = [s for s in settings if hasattr(s[0], s[1])]
@@ -197,7 +203,7 @@ class Schedules:
 
     def _poisoned(self, number: int) -> str:
         again = self._session.driver.reassigned
-        args = self._host.args
+        args = self._megatron.args
         size = args.micro_batch_size * args.data_parallel_size  # over the replica's own ranks
         ranges = (sample_ids(args.consumed_train_samples, i, size) for i in again)
         samples = [sample for ids in ranges for sample in ids]
@@ -226,7 +232,7 @@ class Schedules:
         losses.
         """
         session, microbatches = self._session, call["num_microbatches"]
-        size = call["micro_batch_size"] * self._host.args.data_parallel_size
+        size = call["micro_batch_size"] * self._megatron.args.data_parallel_size
         self.evaluation_feed.begin(microbatches * size)
 
         def run_pass(ids: Sequence[int], more: int = 0) -> Losses:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from recover_megatron.adapters.megatron.command_line import read_job
-from recover_megatron.recovery.snapshot import Bucket
+from recover_megatron.recovery.bucket import Bucket
 from recover_megatron.session import leaving
 from recover_megatron.session.session import Session
 from recover_megatron.session.start import start

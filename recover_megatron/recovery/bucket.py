@@ -1,4 +1,4 @@
-"""The local gradient as snapshot: kept beside its reduction, never overwritten by it.
+"""A piece of the gradient, and the snapshot that is kept beside its reduction.
 
 A reduction that breaks leaves garbage where its result should be. It is done again from what this
 replica has computed itself, which therefore must still be there.

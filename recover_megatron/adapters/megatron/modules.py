@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Host:
+class MegatronModules:
     """The modules whose global names are hooked. `validators` all hold a name `validate_args`;
     `writers` holds `_set_tensorboard_writer`, `checkpointing` `get_checkpoint_tracker_filename`."""
 
