@@ -3,4 +3,4 @@
 # Tests that start jobs or are about seconds run one after the other (tests/conftest.py); a second
 # process runs the others meanwhile. -n 0: all in one process, as --pdb and -s need it.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-exec python -m pytest -n 2 --dist loadgroup "$@"
+exec python -m pytest -n 2 --dist loadgroup --durations=10 "$@"
