@@ -199,9 +199,11 @@ def test_the_launcher_asks_once_then_hands_signals_on(tmp_path, training, signal
         "print('ready', flush=True)\ntime.sleep(60)"
     )
     parent = (
-        "import os, pathlib, sys; from recover_megatron.launch.mpirun import run_mpirun\n"
+        "import os, pathlib, sys\n"
+        "from recover_megatron.launch.mpirun import run_mpirun, wait_until_over\n"
         f"command, folder = [sys.executable, '-c', {code!r}], pathlib.Path({str(tmp_path)!r})\n"
-        "sys.exit(run_mpirun(command, os.environ, lambda mpirun: mpirun.wait(), folder))"
+        "wait = lambda mpirun: wait_until_over(mpirun, lambda: False, 1)\n"
+        "sys.exit(run_mpirun(command, os.environ, wait, folder))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True

@@ -528,33 +528,6 @@ def test_one_host_acts_in_the_launchers_place(tmp_path, monkeypatch):
         witness.stop()
 
 
-def test_a_witness_tries_a_link_again_and_says_so(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("recover_megatron.hosts.witness._RETRY_EVERY_S", 0.05)
-    folders = [HostFolder(tmp_path / name) for name in ("a", "b")]
-    for folder in folders:
-        folder.path.mkdir()
-    first = Witness("a", "127.0.0.1", folders[0], "secret")
-    late = Witness("b", "127.0.0.1", folders[1], "secret")
-    tries = []
-    connect = late._try_to_connect
-
-    def fails_twice(where):
-        tries.append(where)
-        return len(tries) > 2 and connect(where)
-
-    monkeypatch.setattr(late, "_try_to_connect", fails_twice)
-    first.start(None)
-    late.start(("127.0.0.1", first.port))
-    limit = time.monotonic() + 30
-    while "b" not in first.peers:
-        assert time.monotonic() < limit
-        time.sleep(0.02)
-    assert not connect(("127.0.0.1", 1))  # nobody listens there
-    assert "no link to 127.0.0.1:1" in capfd.readouterr().err
-    first.stop()
-    late.stop()
-
-
 def test_a_relay_whose_shell_has_gone_lives_on():
     code = "from recover_megatron.console import say; say('x' * 99); print('alive')"
     words = [sys.executable, "-c", code]
