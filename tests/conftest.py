@@ -5,11 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -34,51 +30,12 @@ def pytest_collection_modifyitems(items):
     return (yield)
 
 
-@pytest.hookimpl(tryfirst=True)  # before fixtures that start jobs
 def pytest_runtest_setup(item):
-    """Jobs begin quickly, and the other tests leave the cores to them."""
-    _begin_quickly("mpi" in item.keywords and "native" not in item.keywords)
+    """The others leave the cores to them."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         beside = item.get_closest_marker("xdist_group") is None
         with contextlib.suppress(PermissionError):  # only root can go back
             os.setpriority(os.PRIO_PROCESS, 0, 10 if beside else 0)
-
-
-# --- ranks that are forked from a template (tests/jobs/template/server.py) ------------------------
-
-_TEMPLATE = Path(__file__).with_name("jobs") / "template"
-_template: tuple[subprocess.Popen, Path] | None = None
-_path = os.environ.get("PYTHONPATH", "")
-
-
-def _begin_quickly(quickly: bool) -> None:
-    """For the jobs of the test that begins now."""
-    os.environ["PYTHONPATH"] = f"{_TEMPLATE}{os.pathsep}{_path}" if quickly else _path
-    os.environ.pop("RECOVER_TEST_TEMPLATE", None)
-    if quickly:
-        os.environ["RECOVER_TEST_TEMPLATE"] = str(_template_socket())
-
-
-def _template_socket() -> Path:
-    """Of the template, which is started with the first job."""
-    global _template
-    if _template is None:
-        socket = Path(tempfile.mkdtemp(prefix="recover-template-")) / "socket"
-        command = [sys.executable, str(_TEMPLATE / "server.py"), str(socket)]
-        _template = subprocess.Popen(command, env=environment()), socket
-        limit = time.monotonic() + 120
-        while not socket.exists():
-            assert _template[0].poll() is None, "the template of a rank did not start"
-            assert time.monotonic() < limit, "no template of a rank"
-            time.sleep(0.05)
-    return _template[1]
-
-
-def pytest_sessionfinish(session):
-    if _template is not None:
-        _template[0].kill()
-        _template[0].wait()
-        shutil.rmtree(_template[1].parent, ignore_errors=True)
 
 
 def checkout() -> Path | None:

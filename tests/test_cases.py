@@ -170,7 +170,6 @@ def test_10_11_16_a_launcher_whose_console_goes_away_and_that_is_told_to_end(
     assert (folder / "exit_code").read_text() == "4\n"
 
 
-@pytest.mark.native
 def test_a_launcher_that_is_killed_takes_its_job_along(tmp_path, data_prefix):
     folder = tmp_path / "run"
     command = Rehearsal(data_prefix, 4000, 4).recover(2, folder)

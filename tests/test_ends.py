@@ -19,7 +19,7 @@ from recover_megatron.testing.rehearsal import Rehearsal
 from recover_megatron.trace import read_traces
 
 LOSS_LIMIT = 1e-5
-pytestmark = [pytest.mark.mpi, pytest.mark.native, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

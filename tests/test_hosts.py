@@ -23,7 +23,6 @@ ITERATIONS, MICROBATCHES = 60, 8
 LOSS_LIMIT = 1e-5
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.native,
     pytest.mark.timeout(300),
     pytest.mark.skipif(rigs.missing() is not None, reason=str(rigs.missing())),
 ]

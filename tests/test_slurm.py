@@ -28,7 +28,6 @@ from recover_megatron.trace import read_traces
 LOSS_LIMIT = 1e-5
 real = [
     pytest.mark.mpi,
-    pytest.mark.native,
     pytest.mark.timeout(400),
     pytest.mark.skipif(slurm_missing() is not None, reason=str(slurm_missing())),
 ]

@@ -77,7 +77,6 @@ def test_without_failures_recover_is_plain_data_parallelism(train, data_prefix, 
     assert record.recoveries == []
 
 
-@pytest.mark.native
 def test_killed_in_the_middle_of_an_all_reduce_in_tp_x_pp(train, data_prefix, script):
     job = Rehearsal(data_prefix, 6, 6, tp=2, pp=2, script=script)
     plain = train.plain(job)
@@ -320,7 +319,6 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_save(train, tmp_pat
     assert "Not a directory" in failures[0].reason
 
 
-@pytest.mark.native  # processes are found by their environment
 def test_the_last_save_is_repeated_if_its_replica_is_killed_in_it_and_no_helper_stays(
     train, tmp_path, data_prefix, monkeypatch
 ):

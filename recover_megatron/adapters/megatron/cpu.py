@@ -36,9 +36,8 @@ _FACTORIES = (
 ).split()
 
 
-@functools.cache
 def install_torch() -> None:
-    """Before Megatron is imported. A second call does nothing."""
+    """Before Megatron is imported. Once per process."""
     if not hasattr(typing, "override"):  # Megatron >= 0.18 on Python 3.11
         import typing_extensions
 
@@ -55,7 +54,6 @@ def install_torch() -> None:
     _share_gloo_device()
 
 
-@functools.cache
 def install_core() -> None:
     """After `megatron.core` can be imported, before a model is built."""
     import megatron.core.datasets.utils as dataset_utils
