@@ -70,6 +70,7 @@ class RunRecord:
         self.training = Training()
         self.started: dict[Place, Started] = {}
         self.commits: dict[int, Commit] = {}  # by iteration
+        self.iteration = 0  # the last that was committed; 0 for none
         self.losses: dict[int, float] = {}  # "lm loss" by iteration; all ranks traced the same
         self.lost: dict[int, LostReplica] = {}
         self.deaths: list[Died] = []
@@ -117,11 +118,6 @@ class RunRecord:
                     self.finished[event.place] = event
 
     # --- what is asked -------------------------------------------------------------------------
-
-    @property
-    def iteration(self) -> int:
-        """The last that was committed; 0 for none."""
-        return max(self.commits, default=0)
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -199,8 +195,9 @@ class RunRecord:
     def _commit(self, event: Committed) -> None:
         iteration = event.iteration
         if iteration > self.iteration:
+            self.iteration = iteration
             self.last_committers = set()
-        if iteration >= self.iteration:
+        if iteration == self.iteration:
             self.last_committers.add(event.replica)
         known = self.commits.get(iteration)
         if known is None:
